@@ -1,0 +1,6 @@
+"""`python -m kvreplay`."""
+
+from kvreplay.cli import main
+
+if __name__ == "__main__":
+    main()
