@@ -1,0 +1,184 @@
+"""Known misbehaviour as data: named switches, and the profiles that set them.
+
+`SWITCHES` is the only vocabulary. A switch is read in one place, mostly where a strategy is chosen at
+construction; no code compares versions.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Final
+
+from kvreplay.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """One named behaviour: what it models (a public PR or issue) and its value in each profile."""
+
+    name: str
+    values: Mapping[str, str]
+    """Value → what the engine does then."""
+    models: str
+    """Where it is documented in public: PR, issue, or vLLM's file and function."""
+    v0_33: str
+    ideal: str
+    v2026_08: str | None = None
+    """Value in the dated profile `vllm-2026-08` (before #50388 and #50984); None: as 0.33."""
+
+
+def _switch(
+    name: str, models: str, values: Mapping[str, str], v0_33: str, ideal: str, v2026_08: str | None = None
+) -> Switch:
+    for value in (v0_33, ideal, v2026_08 or v0_33):
+        assert value in values, f"{name}: {value}"
+    return Switch(name, values, models, v0_33, ideal, v2026_08)
+
+
+SWITCHES: Final[dict[str, Switch]] = {
+    switch.name: switch
+    for switch in (
+        _switch(
+            "mooncake_failure",
+            "vllm#50984; mooncake_connector.py receive_kv, process_pulling_result",
+            {
+                "silent": "a failed pull is only logged: its request stays parked for ever (before #50984)",
+                "report": "the first failure reports blocks and completion at once; a FINISH that omits a "
+                "request still strands it (exactly #50984)",
+                "settle": "failure is recorded at once, completion waits for every peer; an omitted request "
+                "fails (0.33.0)",
+            },
+            v0_33="settle",
+            ideal="settle",
+            v2026_08="silent",
+        ),
+        _switch(
+            "mooncake_missing_params",
+            "mooncake_connector.py update_state_after_alloc",
+            {
+                "park": "a request without its transfer parameters is parked though no pull starts",
+                "prefill": "it is prefilled locally",
+            },
+            v0_33="park",
+            ideal="prefill",
+        ),
+        _switch(
+            "mooncake_producer_drop",
+            "mooncake_connector.py record_send_reqs (reqs_not_processed)",
+            {
+                "forget": "a dropped producer request leaves its waiting pull to time out",
+                "answer": "waiting pulls are answered with err_reqs at once",
+            },
+            v0_33="forget",
+            ideal="answer",
+        ),
+        _switch(
+            "mooncake_stop_token",
+            "mooncake_connector.py request_finished: only FINISHED_LENGTH_CAPPED is sent",
+            {
+                "drop": "a prefill whose single token is a stop token counts as aborted",
+                "send": "its KV is sent like any other",
+            },
+            v0_33="drop",
+            ideal="send",
+        ),
+        _switch(
+            "mooncake_placeholder",
+            "mooncake_connector.py send_kv_to_decode: placeholders have no expire_time",
+            {
+                "leak": "an entry made by a pull for an unknown transfer stays for ever",
+                "expire": "it goes when its last waiter goes",
+            },
+            v0_33="leak",
+            ideal="expire",
+        ),
+        _switch(
+            "transfer_integrity",
+            "mooncake transfer engine: no checksum on the wire",
+            {
+                "none": "bytes are trusted",
+                "checksum": "each received block is verified before it counts as loaded; the first bad one "
+                "fails the load from there",
+            },
+            v0_33="none",
+            ideal="checksum",
+        ),
+        _switch(
+            "transfer_fence",
+            "mooncake_connector.py: no attempt id; see vllm#50984's discussion of late writes",
+            {
+                "none": "a write lands wherever its descriptors say, whoever owns the blocks by then",
+                "attempt": "a write whose pull is over is refused",
+            },
+            v0_33="none",
+            ideal="attempt",
+        ),
+        _switch(
+            "pull_wait",
+            "mooncake_connector.py receive_kv_from_single_worker: receive timeout per reply",
+            {
+                "per-reply": "only a missing reply for abort timeout + 60 s ends the wait",
+                "bounded": "a producer that is gone is noticed at once; every wait has an end",
+            },
+            v0_33="per-reply",
+            ideal="bounded",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """The value of every switch, and the profile it started from."""
+
+    profile: str
+    switches: Mapping[str, str]
+
+    def __getitem__(self, name: str) -> str:
+        return self.switches[name]
+
+    def with_switch(self, assignment: str) -> "Behaviour":
+        """One `NAME=VALUE` from the command line, on top. Raises ConfigError naming the nearest known one."""
+        name, separator, value = assignment.partition("=")
+        if not separator:
+            raise ConfigError(f"--behaviour {assignment}: expected NAME=VALUE")
+        switch = SWITCHES.get(name)
+        if switch is None:
+            raise ConfigError(f"--behaviour {assignment}: no switch {name!r}{nearest(name, SWITCHES)}")
+        if value not in switch.values:
+            raise ConfigError(
+                f"--behaviour {assignment}: {name} is one of {', '.join(switch.values)}, not {value!r}"
+            )
+        return Behaviour(self.profile, {**self.switches, name: value})
+
+
+def nearest(word: str, known: Mapping[str, object] | list[str]) -> str:
+    """`; did you mean 'x'?` for the closest known word, or nothing."""
+    matches = get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def _profiles() -> dict[str, Behaviour]:
+    base = {name: switch.v0_33 for name, switch in SWITCHES.items()}
+
+    def derived(profile: str, **changes: str) -> Behaviour:
+        return Behaviour(profile, {**base, **changes})
+
+    return {
+        "vllm-0.33": derived("vllm-0.33"),
+        "pre-50984": derived("pre-50984", mooncake_failure="silent"),
+        "post-50984": derived("post-50984", mooncake_failure="report"),
+        "ideal": Behaviour("ideal", {name: switch.ideal for name, switch in SWITCHES.items()}),
+    }
+
+
+PROFILES: Final[dict[str, Behaviour]] = _profiles()
+DEFAULT_PROFILE: Final = "vllm-0.33"
+
+
+def profile(name: str) -> Behaviour:
+    """The profile of this name. Raises ConfigError naming the nearest known one."""
+    behaviour = PROFILES.get(name)
+    if behaviour is None:
+        raise ConfigError(f"--profile {name}: unknown profile{nearest(name, PROFILES)}")
+    return behaviour

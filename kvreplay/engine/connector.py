@@ -1,0 +1,93 @@
+"""The connector protocol: the engine owns the interface that it calls.
+
+Method names are vLLM's (vllm/distributed/kv_transfer/kv_connector/v1/base.py). One scheduler-side object lives in
+the scheduler, one worker-side object in every rank; they talk through metadata (scheduler → workers, every step)
+and `KVConnectorOutput` (workers → scheduler, every step).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvreplay.engine.request import Request
+
+
+@dataclass(slots=True)
+class KVConnectorOutput:
+    """What the workers report with one step's output (vllm/v1/outputs.py). Lists, in order of reporting."""
+
+    finished_sending: list[str] = field(default_factory=list)
+    finished_recving: list[str] = field(default_factory=list)
+    failed_recving: list[str] = field(default_factory=list)
+    invalid_block_ids: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.finished_sending or self.finished_recving or self.failed_recving or self.invalid_block_ids)
+
+
+class RequestBlocks(Protocol):
+    """A request's blocks, as the scheduler shows them to its connector. One inner list per KV cache group."""
+
+    def get_block_ids(self) -> tuple[list[int], ...]: ...
+
+    def get_unhashed_block_ids_all_groups(self) -> tuple[list[int], ...]:
+        """Per group: leading null blocks dropped, then those without a hash (and not null)."""
+        ...
+
+
+class SchedulerConnector(Protocol):
+    """The scheduler's half."""
+
+    requires_kv_delivery: bool
+    """A preempted request's output in flight is dropped instead of delivered (producers)."""
+    lookup_is_pure: bool
+    """`get_num_new_matched_tokens` answers the same until something is delivered to this instance, so that the
+    scheduler may skip asking again while nothing has changed."""
+
+    def on_new_request(self, request: Request) -> None: ...
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens available beyond `num_computed_tokens`, and whether they load asynchronously.
+
+        None: ask again in the next step. The flag must be False if the count is 0.
+        """
+        ...
+
+    def update_state_after_alloc(self, request: Request, blocks: RequestBlocks, num_external_tokens: int) -> None:
+        """Called for every admission; decide on `num_external_tokens`, not on whether there are blocks.
+
+        An asynchronous load sees two calls: at its start, and with 0 when it is admitted to run.
+        """
+        ...
+
+    def build_connector_meta(self) -> Any:  # noqa: ANN401 - opaque to the engine
+        """The step's metadata for the workers, or None if there is nothing to say. Exactly once per schedule()."""
+        ...
+
+    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> bool:
+        """Before the request's blocks are freed. True: the connector frees them, by `finished_sending`."""
+        ...
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None: ...
+
+    def has_pending_block_frees(self) -> bool:
+        """Some transfer will give blocks back soon: the scheduler then does not preempt."""
+        ...
+
+    def reset_cache(self) -> bool: ...
+
+
+class WorkerConnector(Protocol):
+    """One rank's half. It acts on its own between steps, when messages and timers reach it."""
+
+    def start_load_kv(self, metadata: Any) -> None:  # noqa: ANN401
+        """Start what the scheduler's half asked for in this step; `metadata` as its half built it (not None)."""
+        ...
+
+    def get_finished(self, finished_req_ids: Sequence[str]) -> KVConnectorOutput | None:
+        """What has accumulated since the last call, or None. Called at the end of each step, empty ones too."""
+        ...
+
+    def has_report(self) -> bool:
+        """Whether `get_finished` would return something: a parked instance wakes for it."""
+        ...

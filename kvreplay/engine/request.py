@@ -1,0 +1,129 @@
+"""A request inside one engine instance (vLLM: v1/request.py)."""
+
+from enum import IntEnum
+from typing import Any
+
+from kvreplay.kv.content import Content
+
+
+class RequestStatus(IntEnum):
+    """vLLM's statuses in vLLM's order; everything after PREEMPTED is finished."""
+
+    WAITING = 1
+    WAITING_FOR_REMOTE_KVS = 3
+    RUNNING = 5
+    PREEMPTED = 6
+    FINISHED_STOPPED = 7
+    FINISHED_LENGTH_CAPPED = 8
+    FINISHED_ABORTED = 9
+    FINISHED_IGNORED = 10
+    FINISHED_ERROR = 11
+
+    @property
+    def is_finished(self) -> bool:
+        return self > RequestStatus.PREEMPTED
+
+
+class Request:
+    """One request's counters. `num_tokens` = prompt + output tokens so far; `num_computed_tokens` as vLLM's.
+
+    While a request decodes in lockstep (`lockstep_since` is not None) its counters stand still and are derived
+    from the step number; `Lockstep.settle` brings them up to date.
+    """
+
+    __slots__ = (
+        "arrival_ns",
+        "arrival_order",
+        "clean_until",
+        "content",
+        "ever_finished_prefill",
+        "failed_load_end",
+        "failed_load_handle",
+        "first_token_ns",
+        "is_prefill_chunk",
+        "kv_transfer_params",
+        "lockstep_order",
+        "lockstep_since",
+        "lookup_answer",
+        "lookup_count",
+        "lost_computed_end",
+        "lost_computed_handle",
+        "max_tokens",
+        "num_computed_tokens",
+        "num_in_flight_tokens",
+        "num_output_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_tokens",
+        "parked_since_ns",
+        "priority",
+        "request_id",
+        "skip_reading_prefix_cache",
+        "status",
+        "stop_token_ids",
+        "taint",
+        "transfer_id",
+        "written_until",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        content: Content,
+        *,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        arrival_ns: int = 0,
+        priority: int = 0,
+        stop_token_ids: tuple[int, ...] = (),
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> None:
+        assert num_prompt_tokens > 0, request_id
+        assert max_tokens > 0, request_id
+        self.request_id = request_id
+        self.content = content
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_tokens = max_tokens
+        self.arrival_ns = arrival_ns
+        self.priority = priority
+        self.stop_token_ids = stop_token_ids
+        self.kv_transfer_params = kv_transfer_params
+        self.transfer_id: str | None = (kv_transfer_params or {}).get("transfer_id")
+        self.skip_reading_prefix_cache = False
+
+        self.status = RequestStatus.WAITING
+        self.num_tokens = num_prompt_tokens
+        self.num_output_tokens = 0
+        self.num_computed_tokens = 0
+        self.num_in_flight_tokens = 0
+        self.num_preemptions = 0
+        self.is_prefill_chunk = False
+        self.arrival_order = 0
+        """Place among the instance's requests, by arrival."""
+        self.lockstep_since: int | None = None
+        """Step from which on it advances by one token a step, or None."""
+        self.lockstep_order = 0
+        """Place in the running list, by admission."""
+
+        # What the worker knows of its contents.
+        self.clean_until = 0
+        """Positions below have been verified, or written by the request itself from verified contents."""
+        self.written_until = 0
+        self.taint = 0
+        """0, or a digest of what wrong contents it has read: everything it writes from then on is wrong too."""
+
+        # What the accounts remember.
+        self.first_token_ns: int | None = None
+        self.parked_since_ns = 0
+        self.ever_finished_prefill = False
+        self.failed_load_end = 0
+        """Tokens below this were promised by a load that failed."""
+        self.failed_load_handle: int | None = None
+        self.lost_computed_end = 0
+        """Tokens below this had been computed when the request was preempted."""
+        self.lost_computed_handle: int | None = None
+        self.lookup_answer: object = None
+        self.lookup_count = 0
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id}, {self.status.name}, {self.num_computed_tokens}/{self.num_tokens})"

@@ -1,0 +1,106 @@
+"""What crosses a boundary, and what becomes of it.
+
+A fault maps one `Envelope` to its `Delivery`s and does nothing else; it never sees a clock or an engine.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+# Kinds of messages. A fault's target is one of these.
+CLIENT_ARRIVAL: Final = "client.arrival"
+CLIENT_ABORT: Final = "client.abort"
+BOOTSTRAP_QUERY: Final = "bootstrap.query"
+BOOTSTRAP_ANSWER: Final = "bootstrap.answer"
+PULL_REQUEST: Final = "pull.request"
+PULL_REPLY: Final = "pull.reply"
+WRITE_DATA: Final = "write.data"
+WRITE_DONE: Final = "write.done"
+RANK_REPORT: Final = "rank.report"
+LOOKUP: Final = "lookup.query"
+COPY_JOB: Final = "copy.job"
+COPY_DONE: Final = "copy.done"
+
+
+@dataclass(slots=True, kw_only=True)
+class Envelope:
+    """A message on its way.
+
+    `conversation` names one exchange (one pull with one peer, one bootstrap query, one copy job) and is stable
+    across runs; `peer_index` of `num_peers` is the peer's place where one request talks to several; `reply_index`
+    counts replies within the conversation from 0. `size_bytes` is what a link's bandwidth is charged for.
+    """
+
+    kind: str
+    source: str
+    destination: str
+    payload: Any
+    request_ids: tuple[str, ...] = ()
+    transfer_ids: tuple[str, ...] = ()
+    conversation: str = ""
+    attempt: int = 0
+    peer_index: int = 0
+    num_peers: int = 1
+    reply_index: int = 0
+    size_bytes: int = 0
+    corruptions: tuple["Corruption", ...] = ()
+    """Byte faults to apply to the delivered copy; the source keeps the truth."""
+    write_result: int | None = None
+    """A transfer-engine write's forced return value (0 or -1); None: what it would return."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corruption:
+    """Bytes of one destination block of a write are changed on delivery.
+
+    `block` is the index of the block within the write, or None for one drawn from `draw`; `fault_handle` is the
+    `fault.injected` event's handle, so that a finding can name its fault.
+    """
+
+    draw: int
+    fault_spec: str
+    block: int | None = None
+    fault_handle: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One arrival of an envelope. `delay_ns` comes on top of the link's own time.
+
+    `is_late_by` waits for a moment instead: the delivery is held until `release` is called by the injector.
+    """
+
+    envelope: Envelope
+    delay_ns: int = 0
+    held: bool = False
+
+
+class Interceptor(Protocol):
+    """Decides what becomes of a message. Returns None for "as usual", else its deliveries (none: dropped)."""
+
+    kinds: frozenset[str]
+    """Kinds that some fault matches; all others bypass the interceptor."""
+
+    def intercept(self, envelope: Envelope, now_ns: int) -> list[Delivery] | None: ...
+
+
+@dataclass(slots=True)
+class Answer:
+    """What `Bus.ask` returns: a reply (`payload`), after `delay_ns` that the caller's step pays, or never."""
+
+    payload: Any = None
+    delay_ns: int = 0
+    never: bool = False
+
+
+@dataclass(slots=True)
+class Command:
+    """What an action fault tells a control address to do, for instance `crash`, `restart`, `abort`, `preempt`."""
+
+    verb: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+Handler = Callable[[Envelope], None]
+Asker = Callable[[Envelope], Answer]
+Controller = Callable[[Command], None]
