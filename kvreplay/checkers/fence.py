@@ -1,0 +1,70 @@
+"""FENCE: no block that an older owner's transfer still reads or writes is given to a new owner."""
+
+from typing import Final
+
+import polars as pl
+
+from kvreplay.checkers.finding import FENCE, Finding
+from kvreplay.checkers.frames import rows_of
+from kvreplay.events import DETAIL_BLOCKS
+
+DETAIL: Final = DETAIL_BLOCKS
+
+_NEVER: Final = (1 << 63) - 1
+
+
+def check_fence(frame: pl.DataFrame) -> list[Finding]:
+    """Each allocation of a block is held against the transfers of the request that had the block before."""
+    in_flight = _transfers(frame).rename({"request_id": "previous"})
+    breaches = (
+        _handovers(frame)
+        .join(in_flight, on=["instance", "previous"], maintain_order="left")
+        .filter(pl.col("seq").is_between("start_seq", "end_seq", closed="none"))
+        .unique(["seq", "block_ids"], keep="first", maintain_order=True)
+        .collect()
+    )
+    return [
+        Finding(
+            FENCE,
+            row["time_ns"],
+            f"given to {row['request_id']} while a transfer of {row['previous']} {row['act']} it",
+            instance=row["instance"],
+            request_id=row["previous"],
+            block_id=row["block_ids"],
+            group=row["group"],
+            transfer_id=row["transfer_id"],
+        )
+        for row in breaches.iter_rows(named=True)
+    ]
+
+
+def _handovers(frame: pl.DataFrame) -> pl.LazyFrame:
+    """Blocks given to a request after another one had them: `previous` is the other."""
+    previous = pl.col("request_id").shift(1).over("instance", "block_ids")
+    return (
+        rows_of(frame, ["block.allocated"], "seq", "time_ns", "instance", "request_id", "group", "block_ids")
+        .explode("block_ids")
+        .with_columns(previous=previous)
+        .filter(pl.col("previous") != pl.col("request_id"))
+    )
+
+
+def _transfers(frame: pl.DataFrame) -> pl.LazyFrame:
+    """Spans of `seq` in which a producer's write is in flight: it reads there, and writes at its peer."""
+    columns = ("seq", "kind", "instance", "peer", "request_id", "transfer_id")
+    key = ["instance", "peer", "request_id", "transfer_id"]
+    next_seq, next_kind = pl.col("seq").shift(-1).over(key), pl.col("kind").shift(-1).over(key)
+    end_seq = pl.when(next_kind == "send.finished").then(next_seq).otherwise(_NEVER)
+    spans = (
+        rows_of(frame, ["send.started", "send.finished"], *columns)
+        .with_columns(end_seq=end_seq)
+        .filter(pl.col("kind") == "send.started")
+        .rename({"seq": "start_seq"})
+    )
+    shared = ("request_id", "transfer_id", "start_seq", "end_seq")
+    return pl.concat(
+        [
+            spans.select("instance", *shared, act=pl.lit("reads")),
+            spans.select(pl.col("peer").alias("instance"), *shared, act=pl.lit("writes")),
+        ]
+    )

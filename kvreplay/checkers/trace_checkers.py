@@ -1,0 +1,43 @@
+"""All laws that can be checked on a finished trace, and the detail level that each needs."""
+
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
+
+import polars as pl
+
+from kvreplay.checkers import exactly_once, fence, no_fatal, null_block, output_equal, progress
+from kvreplay.checkers.finding import EXACTLY_ONCE, FENCE, NO_FATAL, NULL_BLOCK, PROGRESS, Finding
+from kvreplay.checkers.output_equal import DigestsOf
+
+
+class TraceChecker(NamedTuple):
+    """A law over a whole trace. `check` takes the trace's frame (all rows of its detail level, in order)."""
+
+    name: str
+    detail: int
+    """The lowest detail level at which it sees anything."""
+    check: Callable[[pl.DataFrame], list[Finding]]
+
+
+TRACE_CHECKERS: Final = (
+    TraceChecker(EXACTLY_ONCE, exactly_once.DETAIL, exactly_once.check_exactly_once),
+    TraceChecker(FENCE, fence.DETAIL, fence.check_fence),
+    TraceChecker(NO_FATAL, no_fatal.DETAIL, no_fatal.check_no_fatal),
+    TraceChecker(NULL_BLOCK, null_block.DETAIL, null_block.check_null_block),
+    TraceChecker(PROGRESS, progress.DETAIL, progress.check_progress),
+)
+
+
+def check_trace(
+    frame: pl.DataFrame, detail: int, expected: Mapping[str, int] | DigestsOf | None = None
+) -> list[Finding]:
+    """Every law that a trace of this detail level can show broken, in order of time.
+
+    OUTPUT-EQUAL is among them if `expected` says what the outputs should be. What live checkers found is not:
+    the trace has it (`recorded_findings`).
+    """
+    seeing = [checker for checker in TRACE_CHECKERS if checker.detail <= detail]
+    found = [finding for checker in seeing for finding in checker.check(frame)]
+    if expected is not None:
+        found += output_equal.check_output_equal(frame, expected)
+    return sorted(found, key=lambda finding: finding.time_ns)
