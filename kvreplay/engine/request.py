@@ -36,12 +36,13 @@ class Request:
         "arrival_order",
         "clean_until",
         "content",
-        "ever_finished_prefill",
         "failed_load_end",
         "failed_load_handle",
         "first_token_ns",
+        "full_hit_end",
         "is_prefill_chunk",
         "kv_transfer_params",
+        "load_error",
         "lockstep_order",
         "lockstep_since",
         "lookup_answer",
@@ -57,7 +58,9 @@ class Request:
         "num_tokens",
         "parked_since_ns",
         "priority",
+        "recompute_end",
         "request_id",
+        "seen_end",
         "skip_reading_prefix_cache",
         "status",
         "stop_token_ids",
@@ -115,13 +118,20 @@ class Request:
         # What the accounts remember.
         self.first_token_ns: int | None = None
         self.parked_since_ns = 0
-        self.ever_finished_prefill = False
         self.failed_load_end = 0
         """Tokens below this were promised by a load that failed."""
         self.failed_load_handle: int | None = None
         self.lost_computed_end = 0
         """Tokens below this had been computed when the request was preempted."""
         self.lost_computed_handle: int | None = None
+        self.seen_end = 0
+        """Tokens below this had been cached on the instance before, and could have been hit."""
+        self.full_hit_end = 0
+        """Tokens below this were there, but the last token must be computed to sample from it."""
+        self.recompute_end = 0
+        """The largest of the four: from here on nothing is computed twice."""
+        self.load_error: str | None = None
+        """What the connector says of a failed load."""
         self.lookup_answer: object = None
         self.lookup_count = 0
 

@@ -18,6 +18,16 @@ class Content(Protocol):
         block size` long."""
         ...
 
+    @property
+    def segment_ids(self) -> NDArray[np.int64]:
+        """Dense ids of the runs of tokens that share one prefix hash, in order of position."""
+        ...
+
+    @property
+    def segment_starts(self) -> NDArray[np.int64]:
+        """First position of each segment; ascending, the first is 0."""
+        ...
+
     def fingerprints(self, start: int, end: int) -> WordArray:
         """The word that each position in [start, end) has when computed from right contents (shape [end - start])."""
         ...

@@ -118,9 +118,7 @@ class ContentIndex:
         self._output_hashes = segments.hashes[last]
         num_positions = min(max(self._total_tokens, default=0), _RAMP_LIMIT)
         self._ramp = np.arange(num_positions, dtype=np.uint64) * np.uint64(_POSITION_STRIDE)
-        self._block_ramp: KeyArray = np.arange(
-            max(self._total_tokens, default=0) // hash_block_size, dtype=np.int64
-        )
+        self._block_ramp: KeyArray = np.arange(max(self._total_tokens, default=0) // hash_block_size, dtype=np.int64)
 
         uses = np.bincount(ids, minlength=self.num_segments)
         self._output_is_shared: list[bool] = (
@@ -246,26 +244,20 @@ def _segments_of(arrivals: Sequence[PromptSource]) -> tuple[_Segments, NDArray[n
 def _own_segments(arrivals: Sequence[PromptSource]) -> tuple[_Segments, NDArray[np.int64]]:
     """Each request's prompt chunks and output, from nothing but its own hashes."""
     if not arrivals:
-        return _Segments(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64)), np.zeros(
-            1, np.int64
-        )
+        return _Segments(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64)), np.zeros(1, np.int64)
     prompts = np.array([arrival.prompt_tokens for arrival in arrivals], np.int64)
     outputs = np.array([arrival.output_tokens for arrival in arrivals], np.int64)
     chunks = np.array([arrival.prefix_hash_tokens for arrival in arrivals], np.int64)
     counts = np.array([len(arrival.prefix_hashes) for arrival in arrivals], np.int64)
     assert (prompts > 0).all()
-    assert (counts == -(-prompts // chunks)).all(), (
-        "one prefix hash for each prefix_hash_tokens of the prompt"
-    )
+    assert (counts == -(-prompts // chunks)).all(), "one prefix hash for each prefix_hash_tokens of the prompt"
 
     offsets = np.concatenate([[0], np.cumsum(counts + 1)])
     last = offsets[1:] - 1
     is_chunk = np.ones(offsets[-1], np.bool_)
     is_chunk[last] = False
     hashes = np.empty(offsets[-1], np.uint64)
-    hashes[is_chunk] = _salted(
-        np.concatenate([arrival.prefix_hashes for arrival in arrivals]), arrivals, counts
-    )
+    hashes[is_chunk] = _salted(np.concatenate([arrival.prefix_hashes for arrival in arrivals]), arrivals, counts)
     hashes[last] = mix64_arrays(hashes[last - 1], prompts.view(np.uint64))
 
     places = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts + 1)

@@ -1,0 +1,114 @@
+"""Decoding requests that advance by one token a step, without being touched in between.
+
+A request in lockstep was at `num_computed_tokens` at the start of step `lockstep_since`; its counters at any later
+step follow from the step number. Per step only those are looked at that fill a block, need a new one, or finish.
+"""
+
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+
+from kvreplay.engine.request import Request
+from kvreplay.sim.event_loop import FOREVER_NS
+
+NEVER = FOREVER_NS
+"""A step that does not come."""
+
+
+class Lockstep:
+    """The set of such requests, over blocks of `block_size` tokens. Iteration is in running order."""
+
+    def __init__(self, block_size: int, max_model_len: int) -> None:
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self._members: dict[str, Request] = {}
+        self._buckets: list[dict[str, Request]] = [{} for _ in range(block_size)]
+        """Members by the step, modulo block size, in which they start with a multiple of it and need a new block."""
+        self._finishing: list[tuple[int, int, Request]] = []
+        self._context = 0
+        """Sum over members of (num_computed_tokens − lockstep_since): context at step s is this + s × members."""
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._members
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(sorted(self._members.values(), key=_order))
+
+    def num_kv_tokens(self, step: int) -> int:
+        """Context that all members read in `step`: their computed tokens and the new one."""
+        return self._context + (step + 1) * len(self._members)
+
+    def join(self, request: Request, step: int) -> None:
+        """From the start of `step` on `request` decodes one token a step. It has just sampled one."""
+        assert request.num_computed_tokens == request.num_tokens - 1, request
+        assert request.lockstep_since is None, request
+        request.lockstep_since = step
+        self._members[request.request_id] = request
+        self._buckets[(step - request.num_computed_tokens) % self.block_size][request.request_id] = request
+        self._context += request.num_computed_tokens - step
+        remaining = min(request.max_tokens - request.num_output_tokens, self.max_model_len - request.num_tokens)
+        assert remaining > 0, request
+        heappush(self._finishing, (step + remaining - 1, request.lockstep_order, request))
+
+    def leave(self, request: Request, step: int, *, in_flight: bool = False) -> None:
+        """Bring the counters up to the start of `step`, and let the request go.
+
+        `in_flight`: `step` has been scheduled and its output not yet processed.
+        """
+        since = request.lockstep_since
+        assert since is not None, request
+        del self._members[request.request_id]
+        del self._buckets[(since - request.num_computed_tokens) % self.block_size][request.request_id]
+        self._context -= request.num_computed_tokens - since
+        request.lockstep_since = None
+        advanced = step - since
+        request.num_computed_tokens += advanced + (1 if in_flight else 0)
+        request.num_tokens += advanced
+        request.num_output_tokens += advanced
+        if in_flight:
+            request.num_in_flight_tokens = 1
+        if len(self._finishing) > 2 * len(self._members) + 64:
+            self._finishing = [entry for entry in self._finishing if self._is_current(entry)]
+            heapify(self._finishing)
+
+    def needing_blocks(self, step: int) -> list[Request]:
+        """Members that start `step` with full blocks only, in running order."""
+        bucket = self._buckets[step % self.block_size]
+        if len(bucket) < 2:
+            return list(bucket.values())
+        return sorted(bucket.values(), key=_order)
+
+    def filling_blocks(self, step: int) -> list[Request]:
+        """Members whose token of `step` is the last of its block, in running order."""
+        return self.needing_blocks(step + 1)
+
+    def num_needing_blocks(self, step: int) -> int:
+        return len(self._buckets[step % self.block_size])
+
+    def next_finish(self) -> int:
+        """The first step in which a member samples its last token; NEVER if there is none."""
+        finishing = self._finishing
+        while finishing and not self._is_current(finishing[0]):
+            heappop(finishing)
+        return finishing[0][0] if finishing else NEVER
+
+    def finishing_in(self, step: int) -> list[Request]:
+        """Members that sample their last token in `step`, in running order."""
+        found = []
+        while self.next_finish() == step:
+            found.append(heappop(self._finishing)[2])
+        return found
+
+    def _is_current(self, entry: tuple[int, int, Request]) -> bool:
+        step, _, request = entry
+        since = request.lockstep_since
+        if since is None or self._members.get(request.request_id) is not request:
+            return False
+        remaining = min(request.max_tokens - request.num_output_tokens, self.max_model_len - request.num_tokens)
+        return since + remaining - 1 == step
+
+
+def _order(request: Request) -> int:
+    return request.lockstep_order

@@ -1,0 +1,62 @@
+"""What one step schedules and what it brings back (vLLM: v1/core/sched/output.py, v1/outputs.py)."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kvreplay.engine.connector import KVConnectorOutput
+from kvreplay.engine.request import Request
+from kvreplay.kv.block_pool import BlockIds
+
+
+class Share(NamedTuple):
+    """A request's share of one step: `num_tokens` from position `start` on."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    admitted: bool
+    """Whether it was admitted in this very step."""
+    was_preempted: bool
+    new_blocks: tuple[BlockIds, ...]
+    """Blocks taken for it in this step, per group."""
+    num_local_tokens: int = 0
+    num_external_tokens: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One step. Requests that decode in lockstep are not in `shares`: they have one token each."""
+
+    step: int
+    shares: list[Share] = field(default_factory=list)
+    num_lockstep: int = 0
+    preempted: list[str] = field(default_factory=list)
+    finished_req_ids: list[str] = field(default_factory=list)
+    """Finished since the last schedule(), told to the workers."""
+    has_sync_kv_loads: bool = False
+    kv_connector_metadata: Any = None
+    total_num_scheduled_tokens: int = 0
+    num_prefill_tokens: int = 0
+    """Tokens of shares that are not a single decode token."""
+    num_decodes: int = 0
+    num_kv_tokens: int = 0
+    """Tokens of context that decoding requests read."""
+    made_progress: bool = False
+    """Whether anything changed: a share, an admission into a load, a preemption, something to tell."""
+
+
+class RequestOutput(NamedTuple):
+    """What a client sees of one request after a step."""
+
+    request: Request
+    token_ids: list[int]
+    finish_reason: str | None
+
+
+@dataclass(slots=True)
+class ModelRunnerOutput:
+    kv_connector_output: KVConnectorOutput | None = None

@@ -1,0 +1,39 @@
+"""The waiting queue (vLLM: v1/core/sched/request_queue.py, FCFS)."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from kvreplay.engine.request import Request
+
+
+class RequestQueue:
+    """First come, first served."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Request] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._queue)
+
+    def add(self, request: Request) -> None:
+        self._queue.append(request)
+
+    def peek(self) -> Request:
+        return self._queue[0]
+
+    def pop(self) -> Request:
+        return self._queue.popleft()
+
+    def prepend(self, request: Request) -> None:
+        self._queue.appendleft(request)
+
+    def prepend_all(self, requests: list[Request]) -> None:
+        """Put requests in front, in their given order."""
+        self._queue.extendleft(reversed(requests))
+
+    def remove_all(self, requests: Iterable[Request]) -> None:
+        gone = {request.request_id for request in requests}
+        self._queue = deque(request for request in self._queue if request.request_id not in gone)

@@ -1,0 +1,795 @@
+"""The scheduler: who computes which tokens in the next step (vLLM: v1/core/sched/scheduler.py).
+
+There is no prefill or decode phase: a step gives each request tokens so that its computed tokens catch up with
+its tokens. Requests that only decode can be kept in `Lockstep`, where they are not touched while nothing happens
+to them; the decisions are the same, and everything that looks at such a request first takes it out.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from itertools import count
+
+import numpy as np
+
+from kvreplay.engine.accounts import RecomputeAccounts
+from kvreplay.engine.config import SchedulerConfig
+from kvreplay.engine.connector import KVConnectorOutput, SchedulerConnector
+from kvreplay.engine.lockstep import Lockstep
+from kvreplay.engine.log import EngineLog
+from kvreplay.engine.output import ModelRunnerOutput, RequestOutput, SchedulerOutput, Share
+from kvreplay.engine.queues import RequestQueue
+from kvreplay.engine.recovery import handle_failed_recving, handle_invalid_blocks
+from kvreplay.engine.request import Request, RequestStatus
+from kvreplay.engine.sampler import Sampler
+from kvreplay.errors import EngineFatal
+from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.block_table import BlockTable
+from kvreplay.kv.cache_manager import BlocksOfRequest, Hit, KVCacheManager
+from kvreplay.kv.specs import FULL
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_IGNORED: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_ERROR: "error",
+}
+
+
+class _Head(Enum):
+    """What becomes of a queue's head that is not admitted."""
+
+    SKIP = "let others pass"
+    STOP = "it stays, and the scan ends"
+
+
+class Scheduler:
+    """One engine instance's scheduler. `schedule` and `update_from_output` alternate, first in, first out.
+
+    `recompute_load_failures`: `kv_load_failure_policy` is `recompute`; else it is `fail`.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        connector: SchedulerConnector | None,
+        sampler: Sampler,
+        log: EngineLog,
+        *,
+        recompute_load_failures: bool = False,
+        accounts: RecomputeAccounts | None = None,
+        use_lockstep: bool = False,
+    ) -> None:
+        self.config = config
+        self.kv = kv
+        self.pool = kv.pool
+        self.connector = connector
+        self.sampler = sampler
+        self.log = log
+        self.accounts = accounts
+        self.recompute_load_failures = recompute_load_failures
+        self.max_num_active = min(config.max_num_active_seqs or config.max_num_seqs, config.max_num_seqs)
+
+        self.requests: dict[str, Request] = {}
+        self.running: dict[str, Request] = {}
+        """In order of admission."""
+        self.waiting = RequestQueue()
+        self.kv_holding_waiting = RequestQueue()
+        self.deferred_waiting: dict[str, Request] = {}
+        self.inflight_prefills: dict[str, Request] = {}
+        self.finished_recving: dict[str, None] = {}
+        self.failed_recving: dict[str, None] = {}
+        self.finished_req_ids: list[str] = []
+        self.on_blocks_freed: Callable[[Request, Sequence[BlockIds]], None] | None = None
+        self.on_leave_lockstep: Callable[[Request], None] | None = None
+        self.on_invalid_evicted: Callable[[list[int]], None] | None = None
+
+        self.step = -1
+        self.num_preemptions = 0
+        self._in_flight: SchedulerOutput | None = None
+        """Scheduled, and its output not yet taken in."""
+        self._in_step = False
+        """Between the start of schedule() and the end of update_from_output()."""
+        self._arrivals = count()
+        self._admissions = count()
+        self._preempted_since: list[str] = []
+
+        self.lockstep = Lockstep(kv.block_size, config.max_model_len)
+        self._can_lockstep = (
+            use_lockstep
+            and len(kv.groups) == 1
+            and kv.groups[0].kind == FULL
+            and config.long_prefill_token_threshold == 0
+            and config.prefill_schedule_interval == 1
+            and config.token_budget >= config.max_num_seqs
+        )
+        self._explicit: dict[str, Request] = {}
+        """Running requests that are not in lockstep, in order of admission."""
+
+        self._prefill_capacity_bound = False
+        self._last_prefill_step = -config.prefill_schedule_interval
+        self._num_executed_steps = 0
+
+    # =========================================================================================================
+    # What is there to do
+    # =========================================================================================================
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.kv_holding_waiting)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.running) or self.num_waiting > 0
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether the engine keeps stepping: unfinished work, ids to announce, or blocks a connector must release."""
+        if self.has_unfinished_requests or self.finished_req_ids:
+            return True
+        return self.connector is not None and bool(self.requests)
+
+    def add_request(self, request: Request) -> None:
+        assert request.request_id not in self.requests, f"duplicate request id {request.request_id}"
+        request.arrival_order = next(self._arrivals)
+        self.waiting.add(request)
+        self.requests[request.request_id] = request
+        if self.connector is not None:
+            self.connector.on_new_request(request)
+
+    # =========================================================================================================
+    # schedule()
+    # =========================================================================================================
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide the next step, and count its tokens as computed.
+
+        Raises EngineFatal where the real scheduler dies.
+        """
+        assert self._in_flight is None, "one step at a time"
+        self.step += 1
+        self._in_step = True
+        out = SchedulerOutput(self.step)
+        if self.lockstep and not self._lockstep_is_exact():
+            self._dissolve_lockstep()
+        defer_prefills = self._defers_prefills()
+        threshold = self._long_prefill_threshold()
+        budget = self._schedule_running(out, self.config.token_budget, threshold, defer_prefills=defer_prefills)
+        prefill_admitted = False
+        if not out.preempted:
+            prefill_admitted = self._schedule_waiting(out, budget, threshold, defer_prefills=defer_prefills)
+            if not defer_prefills:
+                self._prefill_capacity_bound = self.num_waiting > len(self.deferred_waiting)
+        self._finish_schedule(out, prefill_admitted=prefill_admitted)
+        return out
+
+    def _long_prefill_threshold(self) -> int:
+        config = self.config
+        if not config.long_prefill_token_threshold:
+            return 0
+        eligible = len(self.running) + self.num_waiting
+        if eligible <= 1:
+            return 0
+        threshold = config.long_prefill_token_threshold
+        if config.long_prefill_token_threshold_adaptive:
+            threshold = max(threshold, config.max_num_batched_tokens // eligible)
+        return threshold
+
+    def _defers_prefills(self) -> bool:
+        """Whether prefills are held back in this step so that decodes run uninterrupted."""
+        interval = self.config.prefill_schedule_interval
+        return (
+            interval > 1
+            and not self._prefill_capacity_bound
+            and self._num_executed_steps + 1 - self._last_prefill_step < interval
+            and any(not request.is_prefill_chunk for request in self.running.values())
+        )
+
+    # -- running requests -------------------------------------------------------------------------------------
+
+    def _schedule_running(self, out: SchedulerOutput, budget: int, threshold: int, *, defer_prefills: bool) -> int:
+        """Phase 1, in order of admission. Returns the token budget left."""
+        lockstep = self.lockstep
+        growing = lockstep.needing_blocks(self.step) if lockstep else []
+        if not self._explicit:
+            for request in growing:
+                if request.lockstep_since is not None and not self._grow(request, out):
+                    break
+            return budget - len(lockstep)
+        if not growing:
+            budget -= len(lockstep)
+            for request in list(self._explicit.values()):
+                if budget <= 0:
+                    break
+                if request.status is not RequestStatus.RUNNING:
+                    continue
+                granted = self._schedule_running_one(request, out, budget, threshold, defer_prefills=defer_prefills)
+                if granted is None:
+                    break
+                budget -= granted
+            # Members preempted in favour of an explicit request gave their token back.
+            return self.config.token_budget - out.total_num_scheduled_tokens - len(lockstep)
+        return self._schedule_running_merged(out, growing, threshold, defer_prefills=defer_prefills)
+
+    def _schedule_running_merged(
+        self, out: SchedulerOutput, growing: list[Request], threshold: int, *, defer_prefills: bool
+    ) -> int:
+        """Phase 1 where both kinds want blocks: they take them in order of admission."""
+        todo = sorted([*growing, *self._explicit.values()], key=lambda request: request.lockstep_order)
+        for request in todo:
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            if request.lockstep_since is not None:
+                if not self._grow(request, out):
+                    break
+                continue
+            budget = self.config.token_budget - out.total_num_scheduled_tokens - len(self.lockstep)
+            if budget <= 0:
+                break
+            if self._schedule_running_one(request, out, budget, threshold, defer_prefills=defer_prefills) is None:
+                break
+        return self.config.token_budget - out.total_num_scheduled_tokens - len(self.lockstep)
+
+    def _schedule_running_one(
+        self, request: Request, out: SchedulerOutput, budget: int, threshold: int, *, defer_prefills: bool
+    ) -> int | None:
+        """Tokens given to one running request; None ends the phase."""
+        if defer_prefills and request.is_prefill_chunk:
+            return 0
+        start = request.num_computed_tokens
+        wanted = request.num_tokens - start
+        if 0 < threshold < wanted:
+            wanted = threshold
+        num_tokens = min(wanted, budget, self.config.max_model_len - start - 1)
+        if num_tokens <= 0:
+            return 0
+        new_blocks = self._allocate_or_preempt(request, num_tokens, out)
+        if new_blocks is None:
+            return None
+        self._cache_computed(request, start + num_tokens)
+        self._add_share(out, Share(request, start, num_tokens, False, False, new_blocks))
+        return num_tokens
+
+    def _allocate_or_preempt(
+        self, request: Request, num_tokens: int, out: SchedulerOutput
+    ) -> tuple[BlockIds, ...] | None:
+        """Slots for a running request, at the expense of the last admitted ones if need be."""
+        while True:
+            new_blocks = self.kv.allocate_slots(
+                request.request_id,
+                num_computed_tokens=request.num_computed_tokens,
+                num_tokens=request.num_tokens,
+                num_new_tokens=num_tokens,
+                num_in_flight_tokens=request.num_in_flight_tokens,
+            )
+            if new_blocks is not None:
+                self._note_allocated(request, new_blocks)
+                return new_blocks
+            if self.connector is not None and self.connector.has_pending_block_frees():
+                return None
+            victim = self._preempt_last(out)
+            if victim is request:
+                return None
+
+    def _preempt_last(self, out: SchedulerOutput) -> Request:
+        victim = next(reversed(self.running.values()))
+        if victim.lockstep_since is not None:
+            self._leave_lockstep(victim)
+        self._preempt(victim)
+        out.preempted.append(victim.request_id)
+        return victim
+
+    def _preempt(self, victim: Request) -> None:
+        """Take back everything a running request holds; it will be looked up afresh."""
+        assert victim.status is RequestStatus.RUNNING, victim
+        del self.running[victim.request_id]
+        self._explicit.pop(victim.request_id, None)
+        computed = victim.num_computed_tokens
+        freed = self._free_blocks_of(victim)
+        self.inflight_prefills.pop(victim.request_id, None)
+        victim.lost_computed_handle = self.log.preempted(victim, computed, sum(len(ids) for ids in freed))
+        victim.lost_computed_end = max(victim.lost_computed_end, computed)
+        victim.status = RequestStatus.PREEMPTED
+        victim.num_computed_tokens = 0
+        victim.is_prefill_chunk = False
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.prepend(victim)
+        self._preempted_since.append(victim.request_id)
+
+    # -- waiting requests -------------------------------------------------------------------------------------
+
+    def _schedule_waiting(self, out: SchedulerOutput, budget: int, threshold: int, *, defer_prefills: bool) -> bool:
+        """Phase 2: admit from the queues. Returns whether a prompt with more than its last token left was admitted."""
+        if budget <= 0 or not self.num_waiting or len(self.running) >= self.max_num_active:
+            return False
+        if self.lockstep:
+            self._cache_filled_blocks()
+        skipped_waiting: list[Request] = []
+        skipped_holding: list[Request] = []
+        prefill_admitted = False
+        while budget > 0 and len(self.running) < self.max_num_active:
+            queue = self.kv_holding_waiting if self.kv_holding_waiting else self.waiting
+            if not queue:
+                break
+            request = queue.peek()
+            share = self._admit(request, budget, threshold, out, defer_prefills=defer_prefills)
+            if share is _Head.STOP:
+                break
+            queue.pop()
+            if share is _Head.SKIP:
+                self.deferred_waiting[request.request_id] = request
+                holds = request.num_computed_tokens > 0 or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+                (skipped_holding if holds else skipped_waiting).append(request)
+                continue
+            assert isinstance(share, Share)
+            prefill_admitted |= share.start < request.num_tokens - 1
+            self._start_running(request, share, out)
+            budget -= share.num_tokens
+        self.kv_holding_waiting.prepend_all(skipped_holding)
+        self.waiting.prepend_all(skipped_waiting)
+        return prefill_admitted
+
+    def _admit(
+        self, request: Request, budget: int, threshold: int, out: SchedulerOutput, *, defer_prefills: bool
+    ) -> Share | _Head:
+        """Admit the head of a queue to run, or into a load, or not."""
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            if request.request_id not in self.finished_recving:
+                return _Head.SKIP
+            self._promote(request)
+            out.made_progress = True
+
+        hit: Hit | None = None
+        num_local = num_external = 0
+        is_async = False
+        if request.num_computed_tokens == 0:
+            hit, num_local = self._local_hit(request)
+            if self.connector is not None:
+                external, is_async = self.connector.get_num_new_matched_tokens(request, num_local)
+                if request.skip_reading_prefix_cache:
+                    external, is_async = 0, False
+                self.log.lookup(request, external, is_async=is_async)
+                if external is None:
+                    return _Head.SKIP
+                num_external = external
+            computed = num_local + num_external
+            if computed > request.num_tokens:
+                raise EngineFatal("AssertionError")
+        else:
+            computed = request.num_computed_tokens
+
+        if is_async:
+            num_tokens = 0
+            if num_external <= 0:
+                raise EngineFatal("AssertionError")
+        elif defer_prefills and computed < request.num_tokens - 1:
+            return _Head.STOP
+        else:
+            num_tokens = request.num_tokens - computed
+            if 0 < threshold < num_tokens:
+                num_tokens = threshold
+            if not self.config.enable_chunked_prefill and num_tokens > budget:
+                return _Head.STOP
+            num_tokens = min(num_tokens, budget)
+            if num_tokens <= 0:
+                raise EngineFatal("AssertionError")
+
+        new_blocks = self.kv.allocate_slots(
+            request.request_id,
+            num_computed_tokens=request.num_computed_tokens,
+            num_tokens=request.num_tokens,
+            num_new_tokens=num_tokens,
+            hit=hit,
+            num_local_tokens=num_local,
+            num_external_tokens=num_external,
+            num_in_flight_tokens=request.num_in_flight_tokens,
+            full_sequence_must_fit=self.config.scheduler_reserve_full_isl,
+            apply_watermark=bool(self.running),
+            reserved_blocks=self._reserved_blocks() if is_async else 0,
+        )
+        if new_blocks is None:
+            return _Head.STOP
+        self._note_allocated(request, new_blocks)
+        if hit is not None and self.accounts is not None:
+            self.accounts.note_admission(request, num_local, self.kv.block_size)
+        if not is_async:
+            self._cache_computed(request, computed + num_tokens)
+        if self.connector is not None:
+            self.connector.update_state_after_alloc(request, BlocksOfRequest(self.kv, request.request_id), num_external)
+            if num_external:
+                self.log.allocated(request, num_external)
+        if num_external:
+            self.log.load_started(request, num_external, -(-num_external // self.kv.block_size))
+        if is_async:
+            self._park(request, computed, num_external)
+            out.made_progress = True
+            return _Head.SKIP
+        if num_external:
+            out.has_sync_kv_loads = True
+        request.num_computed_tokens = computed
+        was_preempted = request.status is RequestStatus.PREEMPTED
+        return Share(request, computed, num_tokens, True, was_preempted, new_blocks, num_local, num_external)
+
+    def _local_hit(self, request: Request) -> tuple[Hit, int]:
+        if request.skip_reading_prefix_cache:
+            return self.kv.no_hit, 0
+        return self.kv.get_computed_blocks(request.content.block_keys, request.num_tokens)
+
+    def _reserved_blocks(self) -> int:
+        """Blocks that prefills in flight still need: an async load must leave them, it cannot be preempted."""
+        return sum(
+            self.kv.num_blocks_to_finish(request.request_id, request.num_tokens, request.num_computed_tokens)
+            for request in self.inflight_prefills.values()
+        )
+
+    def _park(self, request: Request, computed: int, num_external: int) -> None:
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        request.num_computed_tokens = computed
+        self.inflight_prefills[request.request_id] = request
+        self.log.parked(request, num_external, self.kv.num_blocks_held(request.request_id))
+
+    def _promote(self, request: Request) -> None:
+        """Its load is over: hash what was loaded, or give up what was not (vLLM: _update_waiting_for_remote_kv)."""
+        failed = request.request_id in self.failed_recving
+        if failed:
+            del self.failed_recving[request.request_id]
+        if failed and not request.num_computed_tokens:
+            self._free_blocks_of(request)
+        else:
+            self._cache_computed(request, request.num_computed_tokens)
+            if request.num_computed_tokens == request.num_tokens:
+                request.num_computed_tokens = request.num_tokens - 1
+                if self.accounts is not None:
+                    self.accounts.note_full_load(request)
+        del self.finished_recving[request.request_id]
+        self.log.promoted(request, failed=failed)
+        request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+
+    def _start_running(self, request: Request, share: Share, out: SchedulerOutput) -> None:
+        self.deferred_waiting.pop(request.request_id, None)
+        request.lockstep_order = next(self._admissions)
+        request.status = RequestStatus.RUNNING
+        self.running[request.request_id] = request
+        self._explicit[request.request_id] = request
+        if share.end < request.num_tokens:
+            self.inflight_prefills[request.request_id] = request
+        self._add_share(out, share)
+
+    # -- the end of schedule() --------------------------------------------------------------------------------
+
+    def _add_share(self, out: SchedulerOutput, share: Share) -> None:
+        out.shares.append(share)
+        out.total_num_scheduled_tokens += share.num_tokens
+
+    def _finish_schedule(self, out: SchedulerOutput, *, prefill_admitted: bool) -> None:
+        lockstep = self.lockstep
+        out.num_lockstep = out.num_decodes = len(lockstep)
+        out.total_num_scheduled_tokens += len(lockstep)
+        out.num_kv_tokens = lockstep.num_kv_tokens(self.step) if lockstep else 0
+        out.finished_req_ids = self.finished_req_ids
+        self.finished_req_ids = []
+        out.preempted = self._preempted_since
+        self._preempted_since = []
+        if self.connector is not None:
+            out.kv_connector_metadata = self.connector.build_connector_meta()
+        prefill_scheduled = prefill_admitted
+        for share in out.shares:
+            request = share.request
+            prefill_scheduled |= not share.admitted and request.is_prefill_chunk
+            if share.num_tokens == 1:
+                out.num_decodes += 1
+                out.num_kv_tokens += share.end
+            else:
+                out.num_prefill_tokens += share.num_tokens
+            request.num_computed_tokens += share.num_tokens
+            request.num_in_flight_tokens += share.num_tokens
+            request.is_prefill_chunk = request.num_computed_tokens < request.num_tokens
+            if not request.is_prefill_chunk:
+                self.inflight_prefills.pop(request.request_id, None)
+            if self.accounts is not None:
+                self.accounts.note_computed(request, share.start, share.end)
+        self._in_flight = out
+        if out.total_num_scheduled_tokens:
+            self._num_executed_steps += 1
+        if prefill_scheduled:
+            self._last_prefill_step = self._num_executed_steps
+        out.made_progress |= bool(
+            out.total_num_scheduled_tokens
+            or out.preempted
+            or out.finished_req_ids
+            or out.kv_connector_metadata is not None
+        )
+
+    # =========================================================================================================
+    # update_from_output()
+    # =========================================================================================================
+
+    def update_from_output(self, out: SchedulerOutput, model_output: ModelRunnerOutput) -> list[RequestOutput]:
+        """Take in what a step brought. Raises EngineFatal where the real scheduler dies."""
+        self._in_flight = None
+        reports = model_output.kv_connector_output
+        skip: dict[str, None] = {}
+        if reports is not None:
+            if reports.failed_recving:
+                skip.update(dict.fromkeys(handle_failed_recving(self, reports.failed_recving)))
+            if reports.invalid_block_ids:
+                skip.update(dict.fromkeys(handle_invalid_blocks(self, reports.invalid_block_ids, out)))
+        outputs: list[RequestOutput] = []
+        for request, share in self._ending_shares(out):
+            if share is not None:
+                if self.requests.get(request.request_id) is not request:
+                    continue
+                request.num_in_flight_tokens -= share.num_tokens
+                if request.request_id in skip:
+                    continue
+                if request.status is not RequestStatus.RUNNING:
+                    continue
+            output = self._process_sampled(request)
+            if output is not None:
+                outputs.append(output)
+        if skip and not self.recompute_load_failures:
+            outputs += [
+                RequestOutput(request, [], "error")
+                for request in self.finish_requests(skip, RequestStatus.FINISHED_ERROR)
+            ]
+        if reports is not None:
+            self._update_from_kv_xfer_finished(reports)
+        self._in_step = False
+        return outputs
+
+    def _ending_shares(self, out: SchedulerOutput) -> list[tuple[Request, Share | None]]:
+        """Requests whose output must be looked at, in running order: those with a share, and lockstep's last tokens."""
+        explicit: list[tuple[Request, Share | None]] = [(share.request, share) for share in out.shares]
+        if not out.num_lockstep:
+            return explicit
+        finishing = self.lockstep.finishing_in(out.step)
+        if not finishing:
+            return explicit
+        for request in finishing:
+            # Up to date as of this step's schedule(): its token is computed, its output not yet appended.
+            self._leave_lockstep(request, in_flight=True)
+            request.num_in_flight_tokens = 0
+        return sorted([*explicit, *((request, None) for request in finishing)], key=lambda pair: pair[0].lockstep_order)
+
+    def _process_sampled(self, request: Request) -> RequestOutput | None:
+        """Append the step's token, stop or go on; a prefill chunk samples none."""
+        if request.is_prefill_chunk:
+            return None
+        token = self.sampler.sample(request, request.num_computed_tokens)
+        request.num_tokens += 1
+        request.num_output_tokens += 1
+        if request.first_token_ns is None:
+            request.first_token_ns = self.log.now_ns
+            self.log.first_token(request)
+        if token in request.stop_token_ids:
+            request.status = RequestStatus.FINISHED_STOPPED
+        elif request.num_tokens >= self.config.max_model_len or request.num_output_tokens >= request.max_tokens:
+            request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        if request.status is RequestStatus.RUNNING:
+            if self._can_lockstep and not request.stop_token_ids:
+                self._join_lockstep(request)
+            return RequestOutput(request, [token], None)
+        del self.running[request.request_id]
+        self._explicit.pop(request.request_id, None)
+        reason = _FINISH_REASONS[request.status]
+        self.log.finished(request, reason, self.sampler.output_hash(request))
+        self._free_request(request)
+        return RequestOutput(request, [token], reason)
+
+    def _update_from_kv_xfer_finished(self, reports: KVConnectorOutput) -> None:
+        if self.connector is not None:
+            self.connector.update_connector_output(reports)
+        for request_id in reports.finished_recving:
+            request = self.requests.get(request_id)
+            if request is None:
+                raise EngineFatal("AssertionError", f"finished_recving of unknown request {request_id}")
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                self.finished_recving[request_id] = None
+                if request_id not in self.failed_recving:
+                    self.log.load_finished(request, request.num_computed_tokens)
+            elif request.status.is_finished:
+                self._release(request)
+            else:
+                raise EngineFatal("AssertionError", f"finished_recving of {request_id}, which is {request.status.name}")
+        for request_id in reports.finished_sending:
+            request = self.requests.get(request_id)
+            if request is None:
+                raise EngineFatal("AssertionError", f"finished_sending of unknown request {request_id}")
+            if not request.status.is_finished:
+                raise EngineFatal("AssertionError", f"finished_sending of {request_id}, which is {request.status.name}")
+            self._release(request)
+
+    # =========================================================================================================
+    # Ends
+    # =========================================================================================================
+
+    def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[Request]:
+        """End requests from outside: a client's abort, a failed load. Unknown and finished ids are ignored.
+
+        They go in order of arrival (the real one iterates a set).
+        """
+        found = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]
+        requests = sorted(
+            (request for request in found if not request.status.is_finished),
+            key=lambda request: request.arrival_order,
+        )
+        # One after another, each with both of vLLM's passes, so that the order of frees is that of arrival.
+        for request in requests:
+            self._finish(request, status)
+        return requests
+
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        request_id = request.request_id
+        if request.lockstep_since is not None:
+            self._leave_lockstep(request, in_flight=self._in_flight is not None)
+        if self.running.pop(request_id, None) is None:
+            self.waiting.remove_all([request])
+            self.kv_holding_waiting.remove_all([request])
+            self.deferred_waiting.pop(request_id, None)
+        self._explicit.pop(request_id, None)
+        delay_free = False
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            delay_free = request_id not in self.finished_recving
+            self.finished_recving.pop(request_id, None)
+            self.failed_recving.pop(request_id, None)
+        request.status = status
+        if status is RequestStatus.FINISHED_ABORTED:
+            self.log.aborted(request)
+        else:
+            self.log.failed(request, request.load_error or "KV load failure")
+        self._free_request(request, delay_free=delay_free)
+
+    def _free_request(self, request: Request, *, delay_free: bool = False) -> None:
+        self.inflight_prefills.pop(request.request_id, None)
+        if self.connector is not None:
+            self.kv.remove_skipped_blocks(
+                request.request_id, max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+            )
+            block_ids = self.kv.get_block_ids_for_computed_tokens(request.request_id, request.num_computed_tokens)
+            delay_free |= self.connector.request_finished(request, block_ids)
+        self.finished_req_ids.append(request.request_id)
+        if not delay_free:
+            self._release(request)
+
+    def _release(self, request: Request) -> None:
+        self._free_blocks_of(request)
+        del self.requests[request.request_id]
+
+    def _free_blocks_of(self, request: Request) -> tuple[BlockIds, ...]:
+        freed = self.kv.free(request.request_id)
+        if self.on_blocks_freed is not None:
+            self.on_blocks_freed(request, freed)
+        if self.log.wants_blocks:
+            for group, block_ids in enumerate(freed):
+                self.log.blocks("block.freed", request, group, block_ids)
+        return freed
+
+    def reset_prefix_cache(self, *, reset_running: bool = False) -> bool:
+        """Forget all hashes; only possible while no block is in use, which `reset_running` tries to bring about."""
+        if reset_running:
+            self._dissolve_lockstep()
+            for request in reversed(list(self.running.values())):
+                self._preempt(request)
+        cached = int(np.count_nonzero(self.pool.keys >= 0))
+        done = self.kv.reset_prefix_cache()
+        if reset_running and not done:
+            raise EngineFatal(
+                "RuntimeError",
+                "Failed to reset KV cache even when all the running requests are preempted and moved to the waiting "
+                "queue.",
+            )
+        if done:
+            self.log.evicted(cached, 0, "reset")
+        return done
+
+    # =========================================================================================================
+    # Caching
+    # =========================================================================================================
+
+    def _cache_computed(self, request: Request, num_tokens: int) -> None:
+        cached = self.kv.cache_blocks(request, request.content.block_keys, num_tokens)
+        if self.accounts is not None and any(len(block_ids) for block_ids in cached):
+            self.accounts.remember_cached(request, num_tokens // self.kv.block_size * self.kv.block_size)
+        if self.log.wants_blocks:
+            for group, block_ids in enumerate(cached):
+                self.log.blocks("block.cached", request, group, block_ids)
+
+    def _note_allocated(self, request: Request, new_blocks: tuple[BlockIds, ...]) -> None:
+        if self.log.wants_blocks:
+            for group, block_ids in enumerate(new_blocks):
+                self.log.blocks("block.allocated", request, group, block_ids)
+
+    # =========================================================================================================
+    # Lockstep
+    # =========================================================================================================
+
+    def _lockstep_is_exact(self) -> bool:
+        """Whether its members all get their token, whatever the order: the budget covers everyone who runs, or
+        those who take more than a token come last; and nobody can be told to wait for blocks."""
+        explicit = self._explicit
+        if not explicit:
+            return self.connector is None or not self.connector.has_pending_block_frees()
+        if self.connector is not None and self.connector.has_pending_block_frees():
+            return False
+        wanted = sum(request.num_tokens - request.num_computed_tokens for request in explicit.values())
+        if wanted + len(self.lockstep) <= self.config.token_budget:
+            return True
+        first = next(iter(explicit.values()))
+        last_member = next(request for request in reversed(self.running.values()) if request.lockstep_since is not None)
+        return first.lockstep_order > last_member.lockstep_order
+
+    def _join_lockstep(self, request: Request) -> None:
+        del self._explicit[request.request_id]
+        self.lockstep.join(request, self.step + 1)
+
+    def _leave_lockstep(self, request: Request, *, in_flight: bool = False) -> None:
+        """Out of lockstep, counters up to date: as at the start of a step, or, `in_flight`, with the current step's
+        token computed and its output outstanding."""
+        self.lockstep.leave(request, self.step if self._in_step else self.step + 1, in_flight=in_flight)
+        request.is_prefill_chunk = False
+        computed = request.num_computed_tokens
+        self._cache_computed(request, computed)
+        if self.accounts is not None:
+            self.accounts.remember_cached(request, computed // self.kv.block_size * self.kv.block_size)
+        if self.on_leave_lockstep is not None:
+            self.on_leave_lockstep(request)
+
+    def materialise_lockstep(self, out: SchedulerOutput, *, holding: BlockIds) -> None:
+        """Give members that hold any of these blocks a share of their own in the step in flight."""
+        members = [request for request in self.lockstep if np.isin(self._table(request).ids, holding).any()]
+        if not members:
+            return
+        for request in members:
+            self._leave_lockstep(request, in_flight=True)
+            self._explicit[request.request_id] = request
+            out.shares.append(Share(request, request.num_computed_tokens - 1, 1, False, False, self.kv.no_hit))
+        out.num_lockstep -= len(members)
+        out.shares.sort(key=lambda share: share.request.lockstep_order)
+        self._explicit = dict(sorted(self._explicit.items(), key=lambda item: item[1].lockstep_order))
+
+    def _dissolve_lockstep(self) -> None:
+        for request in list(self.lockstep):
+            self._leave_lockstep(request)
+        self._explicit = {
+            request_id: request for request_id, request in self.running.items() if request.lockstep_since is None
+        }
+
+    def _grow(self, request: Request, out: SchedulerOutput) -> bool:
+        """One more block for a member whose blocks are full. False if it had to give up itself."""
+        while not self.pool.num_free:
+            if self._preempt_last(out) is request:
+                return False
+        table = self._table(request)
+        if table.num_cached < table.num_blocks:
+            self._cache_filled(request, table)
+        block_id = self.pool.take_one()
+        table.append(block_id)
+        if self.log.wants_blocks:
+            self.log.blocks("block.allocated", request, 0, [block_id])
+        return True
+
+    def _cache_filled_blocks(self) -> None:
+        """Hash the blocks that this step fills, before anyone is looked up in it."""
+        for request in self.lockstep.filling_blocks(self.step):
+            table = self._table(request)
+            if table.num_cached < table.num_blocks:
+                self._cache_filled(request, table)
+
+    def _cache_filled(self, request: Request, table: BlockTable) -> None:
+        """The last block of a member is full: enter it under its key."""
+        if not self.pool.enable_caching:
+            return
+        index = table.num_blocks - 1
+        if table.num_cached != index:
+            self._cache_computed(request, table.num_blocks * self.kv.block_size)
+            return
+        block_id = table.view[index]
+        self.pool.cache_one(block_id, int(request.content.block_keys[index]))
+        table.num_cached = table.num_blocks
+        if self.log.wants_blocks:
+            self.log.blocks("block.cached", request, 0, [block_id])
+
+    def _table(self, request: Request) -> BlockTable:
+        return self.kv.managers[0].tables[request.request_id]

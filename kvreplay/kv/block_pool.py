@@ -1,0 +1,292 @@
+"""The block pool: references, the free queue and the prefix cache (vLLM: v1/core/block_pool.py).
+
+One numpy array per attribute of a block instead of an object per block. The free queue is a log: `_queue[head:tail]`
+holds free block ids in order of reuse, 0 marks a hole (the null block is never free), and `_place[block]` is a
+block's index in it. Taking a block out of the middle writes a hole; freeing writes before the head or behind the
+tail; when either end is hit the log is moved back to the middle.
+
+A key is a dense id for (prefix, group). Several blocks may hold one key; the first inserted that is still there is
+the one that a lookup returns.
+"""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreplay.errors import EngineFatal
+from kvreplay.ids import NULL_BLOCK_ID
+
+BlockIds = NDArray[np.int32]
+Keys = NDArray[np.int64]
+
+NO_KEY = -1
+_LOG_FACTOR = 6
+_NO_BLOCKS: BlockIds = np.empty(0, np.int32)
+
+
+class BlockPool:
+    """`num_blocks` includes block 0, the null block; `num_keys` is a first size, it grows as keys come."""
+
+    def __init__(self, num_blocks: int, num_keys: int = 0, *, enable_caching: bool = True) -> None:
+        assert num_blocks > 1, num_blocks
+        self.num_blocks = num_blocks
+        self.enable_caching = enable_caching
+        self.num_free = num_blocks - 1
+        self.num_cached_keys = 0
+        self.num_evicted = 0
+        self.on_evict: Callable[[BlockIds], None] | None = None
+        """Told which blocks lost their hash to reuse, in order; for those who must know each."""
+
+        self.ref_counts = np.zeros(num_blocks, np.int32)
+        self.keys = np.full(num_blocks, NO_KEY, np.int64)
+        self._has_twin = np.zeros(num_blocks, np.bool_)
+        self._twins: dict[int, list[int]] = {}
+        """Keys that several blocks hold → those blocks, in order of insertion."""
+        # Zero pages cost nothing until they are touched, so one slot per key of the whole workload is cheap.
+        self._first = np.zeros(max(num_keys, 1), np.int32)
+        """Key → the block a lookup returns, 0 for none."""
+
+        self._queue = np.zeros(_LOG_FACTOR * num_blocks, np.int32)
+        self._place = np.zeros(num_blocks, np.int64)
+        self._head = 2 * num_blocks
+        self._tail = self._head + self.num_free
+        self._queue[self._head : self._tail] = np.arange(1, num_blocks)
+        self._place[1:] = np.arange(self._head, self._tail)
+
+        self._ref_view = self.ref_counts.data
+        self._key_view = self.keys.data
+        self._queue_view = self._queue.data
+        self._first_view = self._first.data
+
+    # -- looking ----------------------------------------------------------------------------------------------
+
+    @property
+    def usage(self) -> float:
+        """Share of usable blocks in use; cached free blocks count as free."""
+        return 1.0 - self.num_free / (self.num_blocks - 1)
+
+    def free_queue(self) -> BlockIds:
+        """Free blocks in order of reuse."""
+        log = self._queue[self._head : self._tail]
+        free: BlockIds = log[log != 0]
+        return free
+
+    def find_prefix(self, keys: Keys) -> BlockIds:
+        """Blocks of the longest cached prefix of `keys`."""
+        if not len(keys):
+            return _NO_BLOCKS
+        self._reach(int(keys.max()))
+        blocks = self._first[keys]
+        missing = blocks == 0
+        first_miss = int(missing.argmax())
+        if not missing[first_miss]:
+            return blocks
+        return blocks[:first_miss]
+
+    def find(self, keys: Keys) -> BlockIds:
+        """The block of each key, 0 where there is none."""
+        if not len(keys):
+            return _NO_BLOCKS
+        self._reach(int(keys.max()))
+        return self._first[keys]
+
+    def num_evictable(self, block_ids: BlockIds) -> int:
+        """How many of these would have to leave the free queue if they were touched."""
+        return int(np.count_nonzero((self.ref_counts[block_ids] == 0) & (block_ids != NULL_BLOCK_ID)))
+
+    def is_cached(self, block_ids: BlockIds) -> NDArray[np.bool_]:
+        cached: NDArray[np.bool_] = self.keys[block_ids] != NO_KEY
+        return cached
+
+    # -- taking -----------------------------------------------------------------------------------------------
+
+    def get_new_blocks(self, count: int) -> BlockIds:
+        """Take `count` blocks from the head of the free queue; whatever they cached is evicted.
+
+        The real pool raises ValueError when it runs short, which kills the engine.
+        """
+        if count > self.num_free:
+            raise EngineFatal("ValueError", f"Cannot get {count} free blocks from the pool")
+        if count == 0:
+            return _NO_BLOCKS
+        block_ids = self._pop(count)
+        if self.enable_caching:
+            self._evict_reused(block_ids)
+        self.ref_counts[block_ids] = 1
+        return block_ids
+
+    def take_one(self) -> int:
+        """`get_new_blocks(1)` for the caller who needs just one: no arrays are built."""
+        assert self.num_free > 0
+        queue = self._queue_view
+        head = self._head
+        block_id = queue[head]
+        while not block_id:
+            head += 1
+            block_id = queue[head]
+        self._head = head + 1
+        self.num_free -= 1
+        if self._key_view[block_id] != NO_KEY:
+            self._evict_reused(np.array([block_id], np.int32))
+        self._ref_view[block_id] = 1
+        return block_id
+
+    def touch(self, block_ids: BlockIds) -> None:
+        """One more reference for each; free ones leave the free queue. No null blocks."""
+        free = block_ids[self.ref_counts[block_ids] == 0]
+        if len(free):
+            self._queue[self._place[free]] = 0
+            self.num_free -= len(free)
+        self.ref_counts[block_ids] += 1
+
+    def _pop(self, count: int) -> BlockIds:
+        head = self._head
+        window = count
+        while True:
+            places = self._queue[head : head + window].nonzero()[0]
+            if len(places) >= count:
+                break
+            window = min(window * 2, window + 4096)
+        block_ids = self._queue[head : head + window][places[:count]]
+        self._head = head + int(places[count - 1]) + 1
+        self.num_free -= count
+        return block_ids
+
+    # -- giving back ------------------------------------------------------------------------------------------
+
+    def free_blocks(self, ordered: BlockIds) -> None:
+        """Drop one reference from each, in this order; null blocks are ignored.
+
+        Blocks without a hash go to the head of the queue (reused first), cached ones to the tail.
+        """
+        if len(ordered) and not ordered.all():
+            ordered = ordered[ordered != NULL_BLOCK_ID]
+        self.ref_counts[ordered] -= 1
+        counts = self.ref_counts[ordered]
+        assert not len(counts) or counts.min() >= 0, "block freed twice"
+        freed = ordered[counts == 0]
+        if not len(freed):
+            return
+        if self._tail + len(freed) > len(self._queue) or self._head < len(freed):
+            self._recentre()
+        if self.enable_caching:
+            uncached = self.keys[freed] == NO_KEY
+            first, last = freed[uncached], freed[~uncached]
+        else:
+            first, last = freed, _NO_BLOCKS
+        if len(first):
+            start = self._head - len(first)
+            self._queue[start : self._head] = first
+            self._place[first] = np.arange(start, self._head)
+            self._head = start
+        if len(last):
+            end = self._tail + len(last)
+            self._queue[self._tail : end] = last
+            self._place[last] = np.arange(self._tail, end)
+            self._tail = end
+        self.num_free += len(freed)
+
+    def _recentre(self) -> None:
+        live = self.free_queue()
+        assert len(live) == self.num_free
+        self._queue[:] = 0
+        self._head = 2 * self.num_blocks
+        self._tail = self._head + len(live)
+        self._queue[self._head : self._tail] = live
+        self._place[live] = np.arange(self._head, self._tail)
+
+    # -- the prefix cache -------------------------------------------------------------------------------------
+
+    def cache(self, block_ids: BlockIds, keys: Keys) -> None:
+        """Enter blocks under their keys, in order. None is null, none has a key yet."""
+        self._reach(int(keys.max()))
+        self.keys[block_ids] = keys
+        taken = self._first[keys]
+        is_taken = taken != 0
+        if is_taken.any():
+            for key, block_id, first in zip(
+                keys[is_taken].tolist(), block_ids[is_taken].tolist(), taken[is_taken].tolist(), strict=True
+            ):
+                self._add_twin(key, block_id, first)
+            keys, block_ids = keys[~is_taken], block_ids[~is_taken]
+        self._first[keys] = block_ids
+        self.num_cached_keys += len(keys)
+
+    def cache_one(self, block_id: int, key: int) -> None:
+        self._reach(key)
+        self._key_view[block_id] = key
+        first = self._first_view[key]
+        if first:
+            self._add_twin(key, block_id, first)
+        else:
+            self._first_view[key] = block_id
+            self.num_cached_keys += 1
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> list[int]:
+        """Drop these blocks' hashes, whoever holds them; their place in the queue stays. Returns those that had one."""
+        evicted = []
+        for block_id in block_ids:
+            if block_id >= self.num_blocks:
+                raise EngineFatal("AssertionError", f"Invalid block_id {block_id}")
+            if block_id != NULL_BLOCK_ID and self.keys[block_id] != NO_KEY:
+                self._forget(np.array([block_id], np.int32))
+                evicted.append(block_id)
+        return evicted
+
+    def reset(self) -> bool:
+        """Empty the prefix cache; only possible while nothing but the null block is in use."""
+        if self.num_free != self.num_blocks - 1:
+            return False
+        self.keys[:] = NO_KEY
+        self._first[:] = 0
+        self._twins.clear()
+        self._has_twin[:] = False
+        self.num_cached_keys = 0
+        return True
+
+    def _evict_reused(self, block_ids: BlockIds) -> None:
+        cached = block_ids[self.keys[block_ids] != NO_KEY]
+        if len(cached):
+            self.num_evicted += len(cached)
+            self._forget(cached)
+            if self.on_evict is not None:
+                self.on_evict(cached)
+
+    def _forget(self, block_ids: BlockIds) -> None:
+        keys = self.keys[block_ids]
+        self.keys[block_ids] = NO_KEY
+        if self._twins:
+            twin = self._has_twin[block_ids]
+            if twin.any():
+                for key, block_id in zip(keys[twin].tolist(), block_ids[twin].tolist(), strict=True):
+                    self._remove_twin(key, block_id)
+                keys = keys[~twin]
+        self._first[keys] = 0
+        self.num_cached_keys -= len(keys)
+
+    def _add_twin(self, key: int, block_id: int, first: int) -> None:
+        twins = self._twins.setdefault(key, [first])
+        twins.append(block_id)
+        self._has_twin[first] = self._has_twin[block_id] = True
+
+    def _remove_twin(self, key: int, block_id: int) -> None:
+        self._has_twin[block_id] = False
+        twins = self._twins.get(key)
+        if twins is None:  # its last twin went earlier in the same sweep
+            self._first[key] = 0
+            self.num_cached_keys -= 1
+            return
+        twins.remove(block_id)
+        self._first[key] = twins[0]
+        if len(twins) == 1:
+            del self._twins[key]
+            self._has_twin[twins[0]] = False
+            # The survivor may come later in the same sweep, which read `_has_twin` before: see above.
+
+    def _reach(self, key: int) -> None:
+        if key >= len(self._first):
+            grown = np.zeros(max(key + 1, 2 * len(self._first)), np.int32)
+            grown[: len(self._first)] = self._first
+            self._first = grown
+            self._first_view = grown.data
