@@ -20,7 +20,7 @@ class BuildWithData(build_py):
                 self.mkpath(str(Path(target).parent))
                 self.copy_file(source, target)
 
-    def get_outputs(self, include_bytecode: bool = True) -> list[str]:  # noqa: FBT001, FBT002 - setuptools' signature
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:  # noqa: FBT001 - setuptools' signature
         return [*super().get_outputs(include_bytecode), *(target for _, target in self._data_pairs())]
 
     def _data_pairs(self) -> list[tuple[str, str]]:

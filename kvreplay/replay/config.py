@@ -1,0 +1,241 @@
+"""What a run is configured with: frozen records, composed, checked when built.
+
+`config_load` makes them from TOML, from a trace and from the command line; `config_fields` checks keys and types.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+from kvreplay.engine.config import CacheConfig, SchedulerConfig
+from kvreplay.errors import ConfigError
+from kvreplay.kv.specs import SLIDING_WINDOW, KVCacheGroupSpec
+from kvreplay.replay.network import LinkTiming
+from kvreplay.replay.timing import StepTiming
+
+NS_PER_SECOND: Final = 1_000_000_000
+
+MAX_BLOCKS: Final = 1 << 24
+"""Per instance. Their contents take 2 GiB with 16-token blocks; no real pool comes near."""
+MAX_INSTANCES: Final = 1024
+
+Role: TypeAlias = Literal["engine", "prefill", "decode"]
+Policy: TypeAlias = Literal["fail", "recompute"]
+Routing: TypeAlias = Literal["round_robin", "least_loaded"]
+
+DEFAULT_POLICY: Final = "fail"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    name: str
+    groups: tuple[KVCacheGroupSpec, ...]
+    max_model_len: int
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise ConfigError("model.groups: at least one KV cache group is needed")
+        if self.max_model_len <= 0:
+            raise ConfigError(f"model.max_model_len must be > 0, got {self.max_model_len}")
+        for group in self.groups:
+            if group.bytes_per_token <= 0:
+                raise ConfigError(f"model.groups: bytes_per_token must be > 0, got {group.bytes_per_token}")
+        if len(self.groups) > 1:
+            raise ConfigError(f"model.groups: one KV cache group is modelled so far, got {len(self.groups)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MooncakeOptions:
+    """vLLM's names: VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, VLLM_MOONCAKE_CONNECTOR_TIMEOUT (seconds), and
+    `num_workers`, `mooncake_protocol` of `kv_connector_extra_config`."""
+
+    abort_request_timeout: int = 480
+    connector_timeout: float = 30.0
+    num_workers: int = 10
+    mooncake_protocol: str = "rdma"
+
+    def __post_init__(self) -> None:
+        for name in ("abort_request_timeout", "connector_timeout", "num_workers"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"connector.mooncake.{name} must be > 0, got {getattr(self, name)}")
+        if self.num_workers > 1024:
+            raise ConfigError(f"connector.mooncake.num_workers must be <= 1024, got {self.num_workers}")
+
+    @property
+    def abort_request_timeout_ns(self) -> int:
+        return self.abort_request_timeout * NS_PER_SECOND
+
+    @property
+    def connector_timeout_ns(self) -> int:
+        return round(self.connector_timeout * NS_PER_SECOND)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorConfig:
+    """`kv_load_failure_policy` None: what the profile says, else vLLM's default (`Loaded.policy` is the outcome)."""
+
+    kind: Literal["none", "mooncake"] = "none"
+    kv_load_failure_policy: Policy | None = None
+    mooncake: MooncakeOptions = field(default_factory=MooncakeOptions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopologyConfig:
+    """`instances` engines that serve whole requests, or `prefill` and `decode` ones. tp, pp, dp: per instance."""
+
+    instances: int = 0
+    prefill: int = 0
+    decode: int = 0
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    proxy_prefill: Routing = "round_robin"
+    """How the proxy picks a prefill instance."""
+    proxy_decode: Routing = "round_robin"
+    """How it picks the instance that serves the client: a decode instance, or one of `instances`."""
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        for name in ("tp", "pp", "dp"):
+            if getattr(self, name) != 1:
+                raise ConfigError(f"topology.{name}: only 1 is modelled so far, got {getattr(self, name)}")
+
+    def _check_counts(self) -> None:
+        for name in ("instances", "prefill", "decode"):
+            if not 0 <= getattr(self, name) <= MAX_INSTANCES:
+                raise ConfigError(f"topology.{name} must be in [0, {MAX_INSTANCES}], got {getattr(self, name)}")
+        if self.instances and (self.prefill or self.decode):
+            raise ConfigError("topology: give either instances, or prefill and decode")
+        if not self.instances and not (self.prefill and self.decode):
+            raise ConfigError("topology: give instances, or both prefill and decode")
+
+    @property
+    def is_disaggregated(self) -> bool:
+        return self.prefill > 0
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return ("prefill", "decode") if self.is_disaggregated else ("engine",)
+
+    def num_instances(self, role: Role) -> int:
+        return {"engine": self.instances, "prefill": self.prefill, "decode": self.decode}[role]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvConfig:
+    """KV contents: where the tensors live, and how often they are compared with what they should hold."""
+
+    device: str = "cpu"
+    check: Literal["on", "off", "every-read"] = "on"
+
+    def __post_init__(self) -> None:
+        kind, separator, index = self.device.partition(":")
+        if self.device not in ("cpu", "cuda") and not (kind == "cuda" and separator and index.isdecimal()):
+            raise ConfigError(f"kv.device must be cpu, cuda or cuda:N, got {self.device!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleConfig:
+    """What the instances of one role have of their own."""
+
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    timing: StepTiming
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayConfig:
+    """A whole cluster. `roles` has an entry for each role of the topology: `engine`, or `prefill` and `decode`."""
+
+    model: ModelConfig
+    connector: ConnectorConfig
+    topology: TopologyConfig
+    network: LinkTiming
+    kv: KvConfig
+    roles: Mapping[Role, RoleConfig]
+
+    def __post_init__(self) -> None:
+        assert set(self.roles) == set(self.topology.roles)
+        if self.topology.is_disaggregated and self.connector.kind == "none":
+            raise ConfigError("connector.kind: prefill and decode instances need a connector, got 'none'")
+        if self.connector.kind == "mooncake" and not self.topology.is_disaggregated:
+            raise ConfigError("connector.kind: mooncake needs topology.prefill and topology.decode")
+        for role, config in self.roles.items():
+            check_role(self.model, role, config)
+
+    def role(self, role: Role) -> RoleConfig:
+        return self.roles[role]
+
+    def to_document(self) -> dict[str, Any]:
+        """Nested tables with every value spelled out: what roles share at the top, the rest per role."""
+        document: dict[str, Any] = {
+            "model": _table(self.model),
+            "connector": _table(self.connector),
+            "topology": _table(self.topology),
+            "network": _table(self.network),
+            "kv": _table(self.kv),
+        }
+        tables = {role: _table(config) for role, config in self.roles.items()}
+        for config in tables.values():
+            del config["scheduler"]["max_model_len"]  # the model's
+        return {**document, **_split_common(tables)}
+
+    def to_json(self) -> str:
+        """Canonical: equal configs, equal text. `config_load.config_from_json` reads it back."""
+        return json.dumps(self.to_document(), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def check_role(model: ModelConfig, role: Role, config: RoleConfig) -> None:
+    """Whether this role's pool and budget can serve any request that the model allows."""
+    where = "" if role == "engine" else f"{role}."
+    num_blocks = config.cache.num_gpu_blocks
+    if num_blocks > MAX_BLOCKS:
+        raise ConfigError(f"{where}cache.num_gpu_blocks must be <= {MAX_BLOCKS}, got {num_blocks}")
+    needed = sum(_blocks_of_longest_request(group, config.scheduler) for group in model.groups)
+    if needed > num_blocks - 1:
+        raise ConfigError(
+            f"{where}cache.num_gpu_blocks: {num_blocks} blocks, one of them the null block, cannot hold one request of "
+            f"model.max_model_len ({model.max_model_len} tokens): {needed + 1} are needed"
+        )
+    budget = config.scheduler.max_num_batched_tokens
+    if not config.scheduler.enable_chunked_prefill and budget < model.max_model_len:
+        raise ConfigError(
+            f"{where}scheduler.max_num_batched_tokens ({budget}) must be >= model.max_model_len "
+            f"({model.max_model_len}) without chunked prefill"
+        )
+
+
+def _blocks_of_longest_request(group: KVCacheGroupSpec, scheduler: SchedulerConfig) -> int:
+    if group.kind != SLIDING_WINDOW:
+        return -(-scheduler.max_model_len // group.block_size)
+    assert group.sliding_window is not None
+    # vLLM, SlidingWindowSpec.max_memory_usage_bytes: a window and one step's tokens, not aligned to blocks.
+    reach = min(group.sliding_window - 1 + scheduler.max_num_batched_tokens, scheduler.max_model_len)
+    return -(-reach // group.block_size) + 1
+
+
+def _table(record: Any) -> Any:  # noqa: ANN401 - any dataclass, recursively
+    if is_dataclass(record):
+        return {item.name: _table(getattr(record, item.name)) for item in fields(record)}
+    if isinstance(record, tuple):
+        return [_table(item) for item in record]
+    return record
+
+
+def _split_common(tables: dict[Role, dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    """{role: {section: {key: value}}} → sections with what all roles share, and role tables with the rest."""
+    first, *others = tables.values()
+    common = {
+        section: {key: value for key, value in table.items() if all(other[section][key] == value for other in others)}
+        for section, table in first.items()
+    }
+    own: dict[str, Any] = {
+        role: {
+            section: {key: value for key, value in table.items() if key not in common[section]}
+            for section, table in sections.items()
+        }
+        for role, sections in tables.items()
+        if others
+    }
+    return {**common, **own}

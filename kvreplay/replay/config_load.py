@@ -1,0 +1,363 @@
+"""From TOML, a trace's metadata and the command line to a `ReplayConfig`, and where each choice came from.
+
+A *document* is the nested tables of a TOML file. Roles may have tables of their own (`[prefill.cache]`), which are
+laid over the ones at the top. `--set` and `--policy` change the document, later ones winning; a key without a role
+then holds for every role.
+"""
+
+import json
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from kvreplay.behaviour import DEFAULT_PROFILE, Behaviour, nearest
+from kvreplay.behaviour import profile as profile_named
+from kvreplay.engine.config import CacheConfig, SchedulerConfig
+from kvreplay.errors import ConfigError
+from kvreplay.kv.specs import KVCacheGroupSpec
+from kvreplay.replay.config import (
+    DEFAULT_POLICY,
+    ConnectorConfig,
+    KvConfig,
+    ModelConfig,
+    Policy,
+    ReplayConfig,
+    Role,
+    RoleConfig,
+    TopologyConfig,
+)
+from kvreplay.replay.config_fields import build, check_keys, check_table, convert, field_types, parse_text
+from kvreplay.replay.network import NETWORK_PRESETS, LinkTiming
+from kvreplay.replay.presets import MODEL_PRESETS, packaged_folder, packaged_names
+from kvreplay.replay.timing import TIMING_PRESETS, StepTiming
+
+DEFAULT_CONFIG: Final = "mooncake-1p1d"
+"""Used when neither --config nor the trace says anything."""
+
+MAX_CONFIG_BYTES: Final = 1 << 20
+
+Document = dict[str, Any]
+
+_ROLE_SECTIONS: Final[dict[str, type]] = {
+    "scheduler": SchedulerConfig,
+    "cache": CacheConfig,
+    "timing": StepTiming,
+}
+_SECTIONS: Final[dict[str, type]] = {
+    "model": ModelConfig,
+    "connector": ConnectorConfig,
+    "topology": TopologyConfig,
+    "network": LinkTiming,
+    "kv": KvConfig,
+    **_ROLE_SECTIONS,
+}
+_ROLES: Final = ("prefill", "decode")
+_FROM_ELSEWHERE: Final = {"scheduler": ("max_model_len",)}
+"""Fields that are not keys of their own table."""
+_EXTRA_KEYS: Final[dict[str, dict[str, Any]]] = {
+    "model": {"preset": str, "block_size": int},
+    "timing": {"preset": str},
+    "network": {"preset": str},
+}
+"""Keys that are no fields."""
+
+
+def _model_table(name: str) -> Document:
+    preset = MODEL_PRESETS[name]
+    groups = [asdict(group) for group in preset.groups]
+    return {"name": name, "groups": groups, "max_model_len": preset.max_model_len}
+
+
+_PRESETS: Final[dict[str, tuple[Mapping[str, object], Callable[[str], Document]]]] = {
+    "model": (MODEL_PRESETS, _model_table),
+    "timing": (TIMING_PRESETS, lambda name: asdict(TIMING_PRESETS[name].timing)),
+    "network": (NETWORK_PRESETS, lambda name: asdict(NETWORK_PRESETS[name].link)),
+}
+"""Section → what its `preset` key may name, and the table that stands for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origins:
+    """Where each choice came from, in words for the report."""
+
+    config: str
+    profile: str
+    policy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedConfig:
+    """What is in effect. `config_name`: a preset, a path, or `trace`.
+
+    `policy` is `kv_load_failure_policy` with the profile and vLLM's default applied.
+    """
+
+    config: ReplayConfig
+    config_name: str
+    behaviour: Behaviour
+    policy: Policy
+    origins: Origins
+
+
+def load_config(
+    name_or_path: str | None = None,
+    *,
+    sets: Sequence[str] = (),
+    policy: str | None = None,
+    profile: str | None = None,
+    switches: Sequence[str] = (),
+    trace_config: str | None = None,
+) -> LoadedConfig:
+    """Resolve what a run is configured with. Raises ConfigError, one line that names the file, key or flag.
+
+    `name_or_path` is --config: a preset's name or a file. Without it `trace_config` (the JSON in the trace's
+    metadata) is used, else `DEFAULT_CONFIG`. `sets` are --set arguments, `policy`, `profile` and `switches` those of
+    --policy, --profile and --behaviour.
+    """
+    document, name, origin = _base_document(name_or_path, trace_config)
+    source = {"the trace": "the trace's config"}.get(origin, name)
+    for assignment in sets:
+        apply_set(document, assignment)
+    if policy is not None:
+        _apply(document, "connector.kv_load_failure_policy", policy, f"--policy {policy}")
+    config = config_from_document(document, source, sets)
+    behaviour = profile_named(profile or DEFAULT_PROFILE)
+    for switch in switches:
+        behaviour = behaviour.with_switch(switch)
+    in_effect, policy_origin = _resolve_policy(config, behaviour, sets, policy)
+    origins = Origins(
+        config=" ".join([origin, *(f"--set {assignment}" for assignment in sets)]),
+        profile=" ".join(["--profile" if profile else "default", *(f"--behaviour {switch}" for switch in switches)]),
+        policy=source if policy_origin == "config" else policy_origin,
+    )
+    return LoadedConfig(config=config, config_name=name, behaviour=behaviour, policy=in_effect, origins=origins)
+
+
+def config_from_json(text: str, source: str = "the trace's config") -> ReplayConfig:
+    """Read back what `ReplayConfig.to_json` wrote."""
+    return config_from_document(_parse_json(text, source), source)
+
+
+def preset_names() -> list[str]:
+    return packaged_names("configs", ".toml")
+
+
+def config_from_document(document: Document, source: str, sets: Sequence[str] = ()) -> ReplayConfig:
+    """Check keys and types of a document, and build it. `source` opens every message."""
+    check_keys(document, [*_SECTIONS, *_ROLES], f"{source}:")
+    for section in _SECTIONS:
+        check_table(document.setdefault(section, {}), f"{source}: [{section}]")
+    try:
+        return _build(document, source)
+    except ConfigError as error:
+        message = str(error)
+        if message.startswith(f"{source}:"):
+            raise
+        raise ConfigError(f"{_blamed(message, source, sets)}: {message}") from error
+
+
+def _blamed(message: str, source: str, sets: Sequence[str]) -> str:
+    """What to mend. A record's own check names section and key: if --set gave that key, the flag."""
+    places = {}
+    for assignment in sets:
+        _, path = _split_role(assignment.partition("=")[0].split("."))
+        place = message.find(".".join(path))
+        if place >= 0:
+            places[assignment] = place
+    if places:
+        return f"--set {min(places, key=places.__getitem__)}"
+    return " ".join([source, *(f"--set {assignment}" for assignment in sets)])
+
+
+def apply_set(document: Document, assignment: str) -> None:
+    """Change the document as `--set KEY=VALUE` says."""
+    key, separator, text = assignment.partition("=")
+    if not separator:
+        raise ConfigError(f"--set {assignment}: expected KEY=VALUE")
+    _apply(document, key, text, f"--set {assignment}")
+
+
+# -- where a document comes from ----------------------------------------------------------------------------------
+
+
+def _base_document(name_or_path: str | None, trace_config: str | None) -> tuple[Document, str, str]:
+    """(document, its name, its origin)."""
+    if name_or_path is not None:
+        return read_document(name_or_path), name_or_path, "--config"
+    if trace_config is not None:
+        return _parse_json(trace_config, "the trace's config"), "trace", "the trace"
+    return read_document(DEFAULT_CONFIG), DEFAULT_CONFIG, "default"
+
+
+def read_document(name_or_path: str) -> Document:
+    """The tables of a preset or file."""
+    path = _find(name_or_path)
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{name_or_path}: larger than {MAX_CONFIG_BYTES} bytes, not a configuration")
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{name_or_path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name_or_path}: not UTF-8 text at byte {error.start}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name_or_path}: not TOML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{name_or_path}: nested too deeply") from error
+
+
+def _find(name_or_path: str) -> Path:
+    names = preset_names()
+    if name_or_path in names:
+        return packaged_folder("configs") / f"{name_or_path}.toml"
+    path = Path(name_or_path)
+    if not path.exists():
+        raise ConfigError(f"--config {name_or_path}: no such preset or file{nearest(name_or_path, names)}")
+    return path
+
+
+def _parse_json(text: str, source: str) -> Document:
+    try:
+        return check_table(json.loads(text), source)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source}: not JSON: {error}") from error
+
+
+# -- the command line ---------------------------------------------------------------------------------------------
+
+
+def _apply(document: Document, dotted: str, text: str, where: str) -> None:
+    """Put a typed value at `[role.]section.key[.key]`."""
+    role, path = _split_role(dotted.split("."))
+    known = _settable()
+    key = ".".join(path)
+    if key not in known or (role and path[0] not in _ROLE_SECTIONS):
+        raise ConfigError(f"{where}: unknown key{nearest(key, known)}")
+    value = parse_text(text, known[key], where)
+    if role:
+        _put(document.setdefault(role, {}), path, value, where)
+        return
+    _put(document, path, value, where)
+    for table in (document.get(name) for name in _ROLES):
+        if isinstance(table, dict) and isinstance(table.get(path[0]), dict):
+            _drop(table[path[0]], path)
+
+
+def _split_role(path: list[str]) -> tuple[str | None, list[str]]:
+    return (path[0], path[1:]) if path[0] in _ROLES and len(path) > 1 else (None, path)
+
+
+def _put(document: Document, path: list[str], value: object, where: str) -> None:
+    table = document
+    for name in path[:-1]:
+        table = check_table(table.setdefault(name, {}), where)
+    if path[-1] == "preset":
+        _drop(table, path)
+    table[path[-1]] = value
+
+
+def _drop(table: Document, path: list[str]) -> None:
+    """Remove a section's key; with `preset`, every key that a preset stands for."""
+    if path[-1] == "preset":
+        for name in [*field_types(_SECTIONS[path[0]]), "preset", "block_size"]:
+            if name != "max_model_len":
+                table.pop(name, None)
+    else:
+        table.pop(path[-1], None)
+
+
+@cache
+def _settable() -> dict[str, Any]:
+    """Every key that --set knows, `section.key[.key]`, with its type."""
+    known: dict[str, Any] = {}
+    for section, record in _SECTIONS.items():
+        keys = {**field_types(record, without=_FROM_ELSEWHERE.get(section, ())), **_EXTRA_KEYS.get(section, {})}
+        for key, hint in keys.items():
+            if isinstance(hint, type) and is_dataclass(hint):
+                known.update({f"{section}.{key}.{name}": inner for name, inner in field_types(hint).items()})
+            else:
+                known[f"{section}.{key}"] = hint
+    del known["model.groups"]  # tables, not one value
+    return known
+
+
+# -- building -----------------------------------------------------------------------------------------------------
+
+
+def _build(document: Document, source: str) -> ReplayConfig:
+    model = _build_model(document["model"], f"{source}: [model]")
+    topology: TopologyConfig = build(TopologyConfig, document["topology"], f"{source}: [topology]")
+    for role in _ROLES:
+        if role in document and role not in topology.roles:
+            raise ConfigError(f"{source}: [{role}]: the topology has no {role} instances")
+    return ReplayConfig(
+        model=model,
+        connector=build(ConnectorConfig, document["connector"], f"{source}: [connector]"),
+        topology=topology,
+        network=build(LinkTiming, _expanded("network", document["network"], source), f"{source}: [network]"),
+        kv=build(KvConfig, document["kv"], f"{source}: [kv]"),
+        roles={role: _build_role(document, role, model, source) for role in topology.roles},
+    )
+
+
+def _build_role(document: Document, role: Role, model: ModelConfig, source: str) -> RoleConfig:
+    own = check_table(document.get(role, {}), f"{source}: [{role}]")
+    check_keys(own, _ROLE_SECTIONS, f"{source}: [{role}]")
+
+    def section(name: str) -> tuple[Document, str]:
+        label = f"[{role}.{name}]" if own.get(name) else f"[{name}]"
+        table = check_table(own.get(name, {}), f"{source}: {label}")
+        return _expanded(name, _laid_over(document[name], table), source), f"{source}: {label}"
+
+    return RoleConfig(
+        scheduler=build(SchedulerConfig, *section("scheduler"), extra={"max_model_len": model.max_model_len}),
+        cache=build(CacheConfig, *section("cache")),
+        timing=build(StepTiming, *section("timing")),
+    )
+
+
+def _laid_over(base: Document, own: Document) -> Document:
+    # A preset of its own replaces the base; single keys are laid over it.
+    return own if "preset" in own else {**base, **own}
+
+
+def _expanded(section: str, table: Document, source: str) -> Document:
+    """The table with its preset, if it names one, spelled out under its other keys."""
+    if section not in _PRESETS or "preset" not in table:
+        return table
+    presets, table_of = _PRESETS[section]
+    name = convert(table["preset"], str, f"{source}: [{section}] preset")
+    if name not in presets:
+        raise ConfigError(f"{section}.preset: no preset {name!r}; known are {', '.join(presets)}")
+    own = {key: value for key, value in table.items() if key != "preset"}
+    changed = {"name": f"{name}, changed"} if own and section != "model" else {}
+    return {**table_of(name), **changed, **own}
+
+
+def _build_model(table: Document, where: str) -> ModelConfig:
+    table = deepcopy(_expanded("model", table, where.removesuffix(": [model]")))
+    block_size = table.pop("block_size", None)
+    table.setdefault("name", "custom")
+    if block_size is not None:
+        convert(block_size, int, f"{where} block_size")
+        convert(table.get("groups", []), tuple[KVCacheGroupSpec, ...], f"{where} groups")
+        table["groups"] = [{**group, "block_size": block_size} for group in table.get("groups", [])]
+    return build(ModelConfig, table, where)
+
+
+def _resolve_policy(
+    config: ReplayConfig, behaviour: Behaviour, sets: Sequence[str], policy: str | None
+) -> tuple[Policy, str]:
+    """The policy in effect and where it came from (`config`: the config itself)."""
+    configured = config.connector.kv_load_failure_policy
+    if configured is None:
+        # What a read that failed should cost is its tokens, not its request.
+        return ("recompute", "profile ideal") if behaviour.profile == "ideal" else (DEFAULT_POLICY, "vLLM's default")
+    if policy is not None:
+        return configured, "--policy"
+    is_set = any(item.startswith("connector.kv_load_failure_policy=") for item in sets)
+    return configured, "--set" if is_set else "config"

@@ -1,0 +1,131 @@
+"""ReplayConfig: what it refuses, and its text form."""
+
+from pathlib import Path
+
+import pytest
+
+from kvreplay.errors import ConfigError
+from kvreplay.kv.specs import SLIDING_WINDOW, KVCacheGroupSpec
+from kvreplay.replay.config import MooncakeOptions, check_role
+from kvreplay.replay.config_load import config_from_json, load_config, preset_names
+from kvreplay.replay.presets import MODEL_PRESETS, packaged_folder, packaged_names
+
+HOUR_PROMPT_TOKENS, HOUR_SECONDS = 144_793_823, 3_537
+LONGEST_REQUEST = 191_386
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_config_survives_its_text_form(name: str) -> None:
+    config = load_config(name).config
+    assert config_from_json(config.to_json()) == config
+    assert config_from_json(config.to_json()).to_json() == config.to_json()
+
+
+def test_text_form_names_no_preset_and_no_path() -> None:
+    """It must mean the same in a later version, on another machine."""
+    text = load_config("mooncake-4p4d").config.to_json()
+    assert '"preset"' not in text
+    assert str(Path.cwd()) not in text
+
+
+def test_what_roles_share_is_written_once() -> None:
+    document = load_config("mooncake-4p4d").config.to_document()
+    assert document["cache"]["num_gpu_blocks"] == 131_072
+    assert document["prefill"]["scheduler"] == {"max_num_batched_tokens": 16_384, "max_num_seqs": 128}
+    assert document["decode"]["cache"] == {}
+
+
+def test_presets_of_the_project() -> None:
+    assert preset_names() == ["mooncake-1p1d", "mooncake-4p4d", "single", "single-overloaded"]
+    assert packaged_names("configs", ".toml") == preset_names()
+    assert (packaged_folder("configs") / "single.toml").is_file()
+
+
+def test_the_4p4d_preset_is_not_overloaded_by_the_conversation_hour() -> None:
+    config = load_config("mooncake-4p4d").config
+    prefill = config.role("prefill")
+    budget = prefill.scheduler.token_budget
+    tokens_per_second = budget * 1e9 / prefill.timing.step_ns(budget, 0, 0)
+    offered = HOUR_PROMPT_TOKENS / HOUR_SECONDS / config.topology.prefill
+    assert 0.5 < offered / tokens_per_second < 0.7
+    assert config.role("decode").cache.num_gpu_blocks >= 100_000
+
+
+@pytest.mark.parametrize("name", ["mooncake-4p4d", "single-overloaded"])
+def test_the_presets_for_public_traces_take_their_longest_request(name: str) -> None:
+    assert load_config(name).config.model.max_model_len >= LONGEST_REQUEST
+
+
+def test_model_presets_say_their_source() -> None:
+    sizes = {name: preset.groups[0].bytes_per_token for name, preset in MODEL_PRESETS.items()}
+    assert sizes == {"llama-70b": 80 * 8 * 128 * 2 * 2, "deepseek-mla": 61 * 576 * 2}
+    assert all("config.json" in preset.source for preset in MODEL_PRESETS.values())
+
+
+def test_timeouts_are_whole_nanoseconds() -> None:
+    options = MooncakeOptions(connector_timeout=0.1)
+    assert (options.abort_request_timeout_ns, options.connector_timeout_ns) == (480_000_000_000, 100_000_000)
+
+
+def refused(*sets: str, name: str = "single") -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(name, sets=sets)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_pool_that_cannot_hold_the_longest_request_is_refused() -> None:
+    load_config("single", sets=["model.max_model_len=1600", "cache.num_gpu_blocks=101"])
+    assert refused("model.max_model_len=1601", "cache.num_gpu_blocks=101") == (
+        "--set cache.num_gpu_blocks=101: cache.num_gpu_blocks: 101 blocks, one of them the null block, cannot hold one "
+        "request of model.max_model_len (1601 tokens): 102 are needed"
+    )
+
+
+def test_a_sliding_window_needs_only_its_window_and_a_step() -> None:
+    loaded = load_config("single", sets=["model.max_model_len=100000", "scheduler.max_num_batched_tokens=256"]).config
+    group = KVCacheGroupSpec(kind=SLIDING_WINDOW, sliding_window=128, bytes_per_token=1)
+    document = loaded.to_document()
+    document["model"]["groups"] = [
+        {"kind": group.kind, "sliding_window": group.sliding_window, "bytes_per_token": group.bytes_per_token}
+    ]
+    # 127 + 256 tokens are 24 blocks, one more where they start inside a block, and the null block.
+    document["cache"]["num_gpu_blocks"] = 26
+    config = config_from_json(_dump(document))
+    check_role(config.model, "engine", config.role("engine"))
+    document["cache"]["num_gpu_blocks"] = 25
+    with pytest.raises(ConfigError, match=r"26 are needed$"):
+        config_from_json(_dump(document))
+
+
+def _dump(document: object) -> str:
+    import json
+
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("topology.tp", "2", "topology.tp: only 1 is modelled so far, got 2"),
+        ("topology.pp", "2", "topology.pp: only 1 is modelled so far, got 2"),
+        ("topology.instances", "-1", "topology.instances must be in [0, 1024], got -1"),
+        ("cache.num_gpu_blocks", "1", "cache.num_gpu_blocks must be >= 2, got 1"),
+        ("cache.num_gpu_blocks", "99999999", "cache.num_gpu_blocks must be <= 16777216, got 99999999"),
+        ("scheduler.max_num_seqs", "0", "scheduler.max_num_seqs must be > 0, got 0"),
+        ("model.max_model_len", "0", "model.max_model_len must be > 0, got 0"),
+        ("model.block_size", "0", "model.groups: block_size must be > 0, got 0"),
+        ("timing.fixed_ns", "0", "timing.fixed_ns must be > 0, got 0"),
+        ("network.bandwidth_bytes_per_s", "0", "network.bandwidth_bytes_per_s must be > 0, got 0"),
+        ("kv.device", "tpu", "kv.device must be cpu, cuda or cuda:N, got 'tpu'"),
+        ("connector.kind", "mooncake", "connector.kind: mooncake needs topology.prefill and topology.decode"),
+    ],
+)
+def test_impossible_values_are_refused_naming_the_flag(key: str, value: str, message: str) -> None:
+    assert refused(f"{key}={value}").endswith(message)
+    assert refused(f"{key}={value}").startswith(("--set", "single --set"))
+
+
+def test_prefill_and_decode_need_a_connector() -> None:
+    assert refused("connector.kind=none", name="mooncake-1p1d").endswith("need a connector, got 'none'")
