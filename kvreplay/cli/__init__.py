@@ -1,0 +1,29 @@
+"""The command line. Nothing heavy is imported before a command needs it, so that `--help` is instant."""
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+
+def main() -> NoReturn:
+    """Entry point of `kvreplay` and `python -m kvreplay`."""
+    if not __debug__:
+        # Asserts tell a bug of ours from the replayed engine's misbehaviour; without them a verdict means nothing.
+        sys.stderr.write("error: kvreplay needs its asserts; start it without -O and PYTHONOPTIMIZE\n")
+        sys.exit(2)
+    # None where the descriptor was closed before we started.
+    sys.stdout = sys.stdout or _nowhere()
+    sys.stderr = sys.stderr or _nowhere()
+    try:
+        from kvreplay.cli.app import run_app
+
+        status = run_app(sys.argv[1:])
+    except KeyboardInterrupt:
+        # While modules are still being imported.
+        status = 130
+    sys.exit(status)
+
+
+def _nowhere() -> TextIO:
+    return Path(os.devnull).open("w")  # noqa: SIM115 - for as long as the process lives

@@ -1,0 +1,131 @@
+"""The `kvreplay` command: its commands, and how it ends."""
+
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Annotated, Final, cast
+
+import typer
+
+from kvreplay import __version__
+from kvreplay.cli.common import ProcessStatus, print_error
+from kvreplay.errors import KvReplayError
+
+COMMANDS: Final = (
+    ("run", "kvreplay.cli.run:run"),
+    ("report", "kvreplay.cli.report:report"),
+    ("info", "kvreplay.cli.info:info"),
+    ("import", "kvreplay.cli.import_:app"),
+    ("synth", "kvreplay.cli.synth:synth"),
+    ("faults", "kvreplay.cli.faults:faults"),
+    ("profiles", "kvreplay.cli.profiles:profiles"),
+)
+"""Name → where its function, or its own Typer app, is. These modules import nothing heavy at their top."""
+
+# Public in every version of typer only by way of its subclass.
+_UsageError: Final = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])
+
+app = typer.Typer(
+    name="kvreplay",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer's callback
+    if wanted:
+        typer.echo(f"kvreplay {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def kvreplay(
+    context: typer.Context,
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Replay scheduler and KV-connector traces of LLM engines, in virtual time, with injected faults.
+
+    Exit status: 0 passed, 2 usage or bad input, 3 violated, 4 stalled, 5 crashed, 130 interrupted, 1 a bug of kvreplay.
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def _register() -> None:
+    for name, place in COMMANDS:
+        module, _, attribute = place.partition(":")
+        if find_spec(module) is None:
+            continue
+        command = getattr(import_module(module), attribute)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
+
+
+_register()
+
+
+def run_app(arguments: Sequence[str]) -> int:
+    """Run one command line; returns the exit status. Only a bug of ours leaves as an exception."""
+    try:
+        status = _run_command(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = ProcessStatus.INTERRUPTED
+    except BrokenPipeError:
+        status = ProcessStatus.PIPE_CLOSED
+    except SystemExit as error:
+        # Rich's and typer's answer to a closed pipe is status 1, which we keep for our own bugs.
+        if not isinstance(error.__context__, BrokenPipeError):
+            raise
+        status = ProcessStatus.PIPE_CLOSED
+    except OSError as error:
+        if error.errno != errno.ENOSPC and error.filename is None:
+            raise
+        print_error(f"{error.filename or 'standard output'}: {(error.strerror or str(error)).lower()}")
+        status = ProcessStatus.USAGE
+    if status:
+        _discard_unwritable_output()
+    return status
+
+
+def _run_command(arguments: Sequence[str]) -> int:
+    try:
+        status = app(args=list(arguments), prog_name="kvreplay", standalone_mode=False)
+    except KvReplayError as error:
+        print_error(str(error))
+        return ProcessStatus.USAGE
+    except _UsageError as error:
+        print_error(_worded(error))
+        return ProcessStatus.USAGE
+    except typer.Abort:
+        return ProcessStatus.INTERRUPTED
+    # Commands return None or raise typer.Exit, whose code comes back as the result.
+    return status if isinstance(status, int) else ProcessStatus.DONE
+
+
+def _worded(error: typer.BadParameter) -> str:
+    """Typer's message in the style of ours: lower case, no full stop, and where to look."""
+    message = error.format_message().rstrip(".")
+    context = error.ctx
+    hint = f" (see '{context.command_path} --help')" if context is not None else ""
+    return message[:1].lower() + message[1:] + hint
+
+
+def _discard_unwritable_output() -> None:
+    """What a full disk or a closed pipe left in the buffer would be tried, and complained about, once more at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,72 @@
+"""What commands share: options, consoles, JSON on stdout, errors in one line. Light at import."""
+
+import json
+import sys
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class ProcessStatus(IntEnum):
+    """How the process ends where no verdict says so."""
+
+    DONE = 0
+    USAGE = 2
+    INTERRUPTED = 130
+    PIPE_CLOSED = 141  # 128 + SIGPIPE, as a shell shows it
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else.")]
+ConfigOption = Annotated[
+    str | None,
+    typer.Option("--config", metavar="NAME|FILE", help="Preset or TOML file. Default: the trace's own config."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one key, as cache.num_gpu_blocks=512. Repeatable."),
+]
+PolicyOption = Annotated[
+    str | None, typer.Option("--policy", metavar="fail|recompute", help="What a failed KV load costs its request.")
+]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option("--profile", metavar="NAME", help="Known behaviours to replay (see profiles). Default: vllm-0.33."),
+]
+BehaviourOption = Annotated[
+    list[str] | None,
+    typer.Option("--behaviour", metavar="NAME=VALUE", help="One switch, on top of the profile. Repeatable."),
+]
+SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of every random draw.")]
+LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Take the first N requests only.")]
+
+
+def make_console(*, stderr: bool = False) -> "Console":
+    """A console with colours as NO_COLOR and the terminal say, and the width that COLUMNS or the terminal gives."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False)
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """The one object that `--json` prints."""
+    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def print_error(message: str) -> None:
+    """`error: …` on stderr, in one unwrapped line that says nothing to the terminal."""
+    from rich.text import Text
+
+    line = Text.assemble(("error:", "red"), " ", one_line(message))
+    make_console(stderr=True).print(line, soft_wrap=True)
+
+
+def one_line(text: str) -> str:
+    """Line breaks and control characters, which may come from a file or a peer, as escapes."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
