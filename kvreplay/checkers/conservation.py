@@ -1,6 +1,6 @@
 """CONSERVATION: every block is free or held, once. Recounted from scratch, trusting no counter."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from kvreplay.checkers.finding import CONSERVATION, NULL_BLOCK, Finding
 from kvreplay.events import DETAIL_RUN
 from kvreplay.ids import NULL_BLOCK_ID
+from kvreplay.kv.cache_manager import KVCacheManager
 
 DETAIL: Final = DETAIL_RUN
 
@@ -32,11 +33,24 @@ class PoolSnapshot:
     ref_counts: IdArray
     keys: IdArray
     """The prefix-cache key that each block holds, or `NO_KEY`."""
-    first_blocks: Mapping[int, int]
-    """The prefix cache: key → the block that a lookup finds."""
+    first_blocks: IdArray
+    """The prefix cache: key → the block that a lookup finds, 0 for none."""
     tables: Sequence[tuple[str, IdArray]]
-    """Every holder with its blocks, one reference each: requests that run or are parked, and finished ones whose
-    blocks a transfer still pins. Null blocks in a table count for nothing."""
+    """Every holder with its blocks, one reference each: requests that run or are parked, and finished ones
+    whose blocks a transfer still pins. Null blocks in a table count for nothing."""
+
+
+def snapshot_of(kv: KVCacheManager) -> PoolSnapshot:
+    """The pool and tables of an instance as they are now: views, not copies, so check before anything moves."""
+    pool = kv.pool
+    return PoolSnapshot(
+        num_blocks=pool.num_blocks,
+        free_ids=pool.free_queue(),
+        ref_counts=pool.ref_counts,
+        keys=pool.keys,
+        first_blocks=pool._first,  # a recount looks inside on purpose
+        tables=[(name, table.ids) for manager in kv.managers for name, table in manager.tables.items()],
+    )
 
 
 def check_conservation(snapshot: PoolSnapshot, instance: str, time_ns: int) -> list[Finding]:
@@ -114,19 +128,19 @@ def _check_free_queue(snapshot: PoolSnapshot, held: NDArray[np.int64]) -> _Breac
 
 def _check_cache(snapshot: PoolSnapshot) -> _Breaches:
     """Each key names a block that holds it, and each key that a block holds can be found."""
-    keys = snapshot.keys[: snapshot.num_blocks]
-    first_keys = np.fromiter(snapshot.first_blocks.keys(), np.int64, len(snapshot.first_blocks))
-    first_ids = np.fromiter(snapshot.first_blocks.values(), np.int64, len(snapshot.first_blocks))
-    inside = (first_ids >= 0) & (first_ids < snapshot.num_blocks)
-    holds = np.zeros(first_ids.size, dtype=bool)
-    holds[inside] = keys[first_ids[inside]] == first_keys[inside]
-    for index in np.flatnonzero(~holds)[:MAX_FINDINGS_PER_LAW].tolist():
-        yield (
-            int(first_ids[index]),
-            f"the cache names it for key {first_keys[index]} that it does not hold",
-        )
-    orphans = np.flatnonzero((keys != NO_KEY) & ~np.isin(keys, first_keys))
-    for block_id in orphans[:MAX_FINDINGS_PER_LAW].tolist():
+    keys, first_blocks = snapshot.keys[: snapshot.num_blocks], snapshot.first_blocks
+    known = np.flatnonzero(first_blocks)
+    named = first_blocks[known]
+    holds = (named > 0) & (named < snapshot.num_blocks)
+    holds[holds] = keys[named[holds]] == known[holds]
+    for key in known[~holds][:MAX_FINDINGS_PER_LAW].tolist():
+        yield int(first_blocks[key]), f"the cache names it for key {key}, which it does not hold"
+    holding = np.flatnonzero(keys != NO_KEY)
+    held_keys = keys[holding]
+    inside = held_keys < first_blocks.size
+    lost = ~inside
+    lost[inside] = first_blocks[held_keys[inside]] == NULL_BLOCK_ID
+    for block_id in holding[lost][:MAX_FINDINGS_PER_LAW].tolist():
         yield block_id, f"holds key {int(keys[block_id])}, which the cache does not know"
 
 

@@ -7,6 +7,7 @@ import polars as pl
 from kvreplay.checkers.finding import EXACTLY_ONCE, Finding
 from kvreplay.checkers.frames import rows_of
 from kvreplay.events import DETAIL_RUN, TERMINAL_KINDS
+from kvreplay.ids import NULL_BLOCK_ID
 
 DETAIL: Final = DETAIL_RUN
 """With `--detail blocks` it sees blocks that are freed twice, too."""
@@ -49,17 +50,19 @@ def _check_ends(frame: pl.DataFrame) -> list[Finding]:
 
 
 def _check_frees(frame: pl.DataFrame) -> list[Finding]:
-    """A block that its request has given back, it can give back again only after it was given to it again.
+    """Between two times that it is given blocks, a request gives each block back once.
 
-    Blocks that come by a prefix hit count as given where the trace says so; a request without any
-    `block.allocated` row for the block is left alone.
+    Blocks that come by a prefix hit are not in the trace, but every admission brings new ones, too.
     """
-    key = ["instance", "request_id", "group", "block_ids"]
+    table = ["instance", "request_id", "group"]
+    life = (pl.col("kind") == "block.allocated").cum_sum().over(table)
     rows = (
-        rows_of(frame, ["block.allocated", "block.freed"], "block_ids", "group", *_COLUMNS)
+        rows_of(frame, ["block.allocated", "block.freed"], "group", "block_ids", *_COLUMNS)
+        .with_columns(life=life)
+        .filter(pl.col("kind") == "block.freed")
         .explode("block_ids")
-        .with_columns(previous=pl.col("kind").shift(1).over(key))
-        .filter((pl.col("kind") == "block.freed") & (pl.col("previous") == "block.freed"))
+        .filter(pl.col("block_ids") != NULL_BLOCK_ID)
+        .filter(~pl.struct(*table, "life", "block_ids").is_first_distinct())
         .collect()
     )
     return [

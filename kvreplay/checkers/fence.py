@@ -7,6 +7,7 @@ import polars as pl
 from kvreplay.checkers.finding import FENCE, Finding
 from kvreplay.checkers.frames import rows_of
 from kvreplay.events import DETAIL_BLOCKS
+from kvreplay.ids import NULL_BLOCK_ID
 
 DETAIL: Final = DETAIL_BLOCKS
 
@@ -39,13 +40,17 @@ def check_fence(frame: pl.DataFrame) -> list[Finding]:
 
 
 def _handovers(frame: pl.DataFrame) -> pl.LazyFrame:
-    """Blocks given to a request after another one had them: `previous` is the other."""
-    previous = pl.col("request_id").shift(1).over("instance", "block_ids")
+    """Blocks given to a request after another one had them: `previous` is the one that had, or gave back, last."""
+    columns = ("seq", "time_ns", "kind", "instance", "request_id", "group", "block_ids")
     return (
-        rows_of(frame, ["block.allocated"], "seq", "time_ns", "instance", "request_id", "group", "block_ids")
+        rows_of(frame, ["block.allocated", "block.freed"], *columns)
         .explode("block_ids")
-        .with_columns(previous=previous)
-        .filter(pl.col("previous") != pl.col("request_id"))
+        .with_columns(previous=pl.col("request_id").shift(1).over("instance", "block_ids"))
+        .filter(
+            pl.col("kind") == "block.allocated",
+            pl.col("block_ids") != NULL_BLOCK_ID,
+            pl.col("previous") != pl.col("request_id"),
+        )
     )
 
 

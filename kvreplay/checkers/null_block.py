@@ -1,4 +1,7 @@
-"""NULL-BLOCK: block 0 stands for "no block": it is never given, written, failed, evicted, cached or freed."""
+"""NULL-BLOCK: block 0 stands for "no block": it is never written, failed, evicted, cached or freed.
+
+Whether the pool itself has freed or cached it is seen in a snapshot (`conservation`).
+"""
 
 from typing import Final
 
@@ -10,15 +13,14 @@ from kvreplay.events import DETAIL_RUN
 from kvreplay.ids import NULL_BLOCK_ID
 
 DETAIL: Final = DETAIL_RUN
-"""At this level it sees failed loads only; with `--detail blocks` all the rest."""
+"""At this level it sees failed loads only; with `--detail blocks` the rest."""
 
 _ACTS: Final = {
-    "load.failed": "failed by a load",
-    "block.allocated": "given to a request",
+    "load.failed": "named by a failed load",
     "block.cached": "entered into the prefix cache",
-    "block.freed": "given back",
     "block.invalidated": "reported as failed to load",
 }
+"""What only real blocks undergo. Rows of blocks given and given back are whole tables, placeholders included."""
 
 
 def check_null_block(frame: pl.DataFrame) -> list[Finding]:

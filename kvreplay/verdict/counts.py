@@ -1,0 +1,189 @@
+"""What was computed again, evicted and loaded, and how busy each instance was: sums over a trace's own rows."""
+
+from collections.abc import Mapping
+from typing import Final
+
+import polars as pl
+
+from kvreplay.checkers.frames import rows_of
+from kvreplay.verdict.model import Evicted, Instance, Loads, Recomputed, Series
+
+COUNTERS: Final = ("steps", "busy_ns", "computed_tokens", "loaded_tokens", "preemptions")
+GAUGES: Final = ("blocks", "running", "waiting", "deferred")
+
+OVERLOADED_UTILISATION: Final = 0.95
+MIN_WAITING_SAMPLES: Final = 3
+MAX_SERIES_POINTS: Final = 360
+
+
+def recomputed(frame: pl.DataFrame) -> Recomputed:
+    rows = rows_of(frame, ["tokens.recomputed"], "instance", "cause", "num_tokens").collect()
+    by_cause = _sums(rows, "cause", "num_tokens")
+    return Recomputed(
+        total=sum(by_cause.values()),
+        by_cause=by_cause,
+        by_instance=_nested_sums(rows, "instance", "cause", "num_tokens"),
+    )
+
+
+def evicted(frame: pl.DataFrame) -> Evicted:
+    rows = (
+        rows_of(frame, ["block.evicted"], "instance", "cause", "group", "num_blocks")
+        .with_columns(pl.col("group").fill_null(0).cast(pl.String))
+        .collect()
+    )
+    by_cause = _sums(rows, "cause", "num_blocks")
+    return Evicted(
+        total=sum(by_cause.values()),
+        by_cause=by_cause,
+        by_group=_sums(rows, "group", "num_blocks"),
+        by_group_and_cause=_nested_sums(rows, "group", "cause", "num_blocks"),
+        by_instance=_nested_sums(rows, "instance", "cause", "num_blocks"),
+    )
+
+
+def loads(frame: pl.DataFrame) -> Loads:
+    kinds = ["load.started", "load.finished", "load.failed", "pull.sent", "pull.settled"]
+    rows = rows_of(frame, kinds, "kind", "num_tokens", "status", "cause").collect()
+    count = dict(rows.group_by("kind").len().rows())
+    tokens = _sums(rows, "kind", "num_tokens")
+    failed_pulls = rows.filter(pl.col("kind") == "pull.settled", pl.col("status") == "failed")
+    return Loads(
+        started=count.get("load.started", 0),
+        finished=count.get("load.finished", 0),
+        failed=count.get("load.failed", 0),
+        finished_tokens=tokens.get("load.finished", 0),
+        failed_tokens=tokens.get("load.failed", 0),
+        failed_by_cause=_lengths(rows.filter(pl.col("kind") == "load.failed"), "cause"),
+        pulls_sent=count.get("pull.sent", 0),
+        pulls_settled=count.get("pull.settled", 0),
+        pulls_failed_by_cause=_lengths(failed_pulls, "cause"),
+    )
+
+
+def _sums(rows: pl.DataFrame, key: str, value: str) -> dict[str, int]:
+    return dict(rows.group_by(pl.col(key).fill_null("")).agg(pl.col(value).sum()).sort(key).rows())
+
+
+def _lengths(rows: pl.DataFrame, key: str) -> dict[str, int]:
+    return dict(rows.group_by(pl.col(key).fill_null("")).len().sort(key).rows())
+
+
+def _nested_sums(rows: pl.DataFrame, outer: str, inner: str, value: str) -> dict[str, dict[str, int]]:
+    nested: dict[str, dict[str, int]] = {}
+    keys = [pl.col(outer).fill_null(""), pl.col(inner).fill_null("")]
+    for first, second, total in rows.group_by(keys).agg(pl.col(value).sum()).sort(outer, inner).rows():
+        nested.setdefault(first, {})[second] = total
+    return nested
+
+
+# -- usage ----------------------------------------------------------------------------------------------------
+
+
+def usage_samples(frame: pl.DataFrame) -> pl.DataFrame:
+    """time_ns, instance, status, value; `grown` is what a counter gained since its last sample.
+
+    A restarted instance counts from 0 again: then all of the new value is gain.
+    """
+    gain = pl.col("value").diff().over("instance", "status")
+    grown = pl.when(gain.is_null() | (gain < 0)).then(pl.col("value")).otherwise(gain)
+    return (
+        rows_of(frame, ["usage"], "time_ns", "instance", "status", "num_tokens")
+        .rename({"num_tokens": "value"})
+        .with_columns(grown=pl.when(pl.col("status").is_in(list(COUNTERS))).then(grown))
+        .collect()
+    )
+
+
+def instances(usage: pl.DataFrame, roles: Mapping[str, str], virtual_ns: int, last_arrival_ns: int) -> list[Instance]:
+    """In the order of `roles`; an instance that only the trace knows comes last, without a role."""
+    total = _pivot(usage, pl.col("grown").sum())
+    highest = _pivot(usage, pl.col("value").max())
+    arriving = usage.filter(pl.col("time_ns") <= last_arrival_ns)
+    names = dict.fromkeys([*roles, *usage["instance"].drop_nulls().unique(maintain_order=True)])
+    return [
+        Instance(
+            id=name,
+            role=roles.get(name, ""),
+            steps=total.get((name, "steps"), 0),
+            peak_blocks=max(highest.get((name, "peak_blocks"), 0), highest.get((name, "blocks"), 0)),
+            preemptions=total.get((name, "preemptions"), 0),
+            utilisation=round(total.get((name, "busy_ns"), 0) / virtual_ns, 6) if virtual_ns else 0.0,
+            num_gpu_blocks=highest.get((name, "num_gpu_blocks"), 0),
+            computed_tokens=total.get((name, "computed_tokens"), 0),
+            loaded_tokens=total.get((name, "loaded_tokens"), 0),
+            peak_running=highest.get((name, "running"), 0),
+            peak_waiting=highest.get((name, "waiting"), 0),
+            peak_deferred=highest.get((name, "deferred"), 0),
+            overloaded=_overload(arriving.filter(pl.col("instance") == name)),
+        )
+        for name in names
+    ]
+
+
+def _pivot(usage: pl.DataFrame, value: pl.Expr) -> dict[tuple[str, str], int]:
+    rows = usage.group_by("instance", "status").agg(value.alias("result")).rows()
+    return {(instance, status): result for instance, status, result in rows if result is not None}
+
+
+def _overload(arriving: pl.DataFrame) -> str | None:
+    """The rule is stated at `Instance.overloaded`."""
+    if arriving.is_empty():
+        return None
+    span_ns = int(arriving["time_ns"][-1])
+    busy = arriving.filter(pl.col("status") == "busy_ns")["grown"].sum() / max(span_ns, 1)
+    if busy > OVERLOADED_UTILISATION:
+        return f"computed {min(busy, 1.0):.0%} of the time"
+    late = arriving.filter(pl.col("status") == "waiting", pl.col("time_ns") * 2 >= span_ns)["value"]
+    if len(late) >= MIN_WAITING_SAMPLES and int(late.min()) > 0:  # type: ignore[arg-type]
+        return "its queue never emptied"
+    return None
+
+
+def series(usage: pl.DataFrame, roles: Mapping[str, str]) -> list[Series]:
+    """Pool use and queues over time per role, at most `MAX_SERIES_POINTS` points."""
+    gauges = usage.filter(pl.col("status").is_in(list(GAUGES)), pl.col("instance").is_not_null())
+    if gauges.is_empty():
+        return []
+    capacity = _pivot(usage.filter(pl.col("status") == "num_gpu_blocks"), pl.col("value").max())
+    role_of = {name: roles.get(name, "") for name in gauges["instance"].unique(maintain_order=True)}
+    filled = _filled(gauges.with_columns(point=_points(gauges["time_ns"])))
+    table = (
+        filled.with_columns(role=pl.col("instance").replace_strict(role_of, return_dtype=pl.String))
+        .group_by("role", "status", "point")
+        .agg(pl.col("value").sum())
+        .sort("point")
+    )
+    found: list[Series] = []
+    for role in dict.fromkeys([role for role in roles.values() if role in role_of.values()] + [*role_of.values()]):
+        members = [name for name, its_role in role_of.items() if its_role == role]
+        here = table.filter(pl.col("role") == role)
+        lines = {gauge: here.filter(pl.col("status") == gauge) for gauge in GAUGES}
+        values = {gauge: line["value"].to_list() for gauge, line in lines.items()}
+        found.append(
+            Series(
+                role=role,
+                num_instances=len(members),
+                capacity_blocks=sum(capacity.get((name, "num_gpu_blocks"), 0) for name in members),
+                time_s=(here["point"].unique(maintain_order=True) / 1e9).to_list(),
+                **values,
+            )
+        )
+    return found
+
+
+def _points(time_ns: pl.Series) -> pl.Series:
+    """The instant under which a sample is shown: its own, or the end of its slice if there would be too many."""
+    if time_ns.n_unique() <= MAX_SERIES_POINTS:
+        return time_ns
+    slice_ns = int(time_ns[-1]) // MAX_SERIES_POINTS + 1
+    return (time_ns // slice_ns + 1) * slice_ns
+
+
+def _filled(gauges: pl.DataFrame) -> pl.DataFrame:
+    """Every gauge of every instance at every point: where no sample was taken, the last one holds."""
+    highest = gauges.group_by("instance", "status", "point").agg(pl.col("value").max())
+    lines = highest.select("instance").unique().join(pl.DataFrame({"status": GAUGES}), how="cross")
+    grid = highest.select("point").unique().sort("point").join(lines, how="cross")
+    last = pl.col("value").forward_fill().over("instance", "status", order_by="point")
+    return grid.join(highest, on=["instance", "status", "point"], how="left").with_columns(value=last.fill_null(0))

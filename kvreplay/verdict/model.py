@@ -1,0 +1,267 @@
+"""The summary of a run as typed data: what `--json` prints, a trace stores and every report shows.
+
+The keys are an interface: they are only ever added to, and a new one has a default, so that summaries in
+older traces still read. Times are in seconds of virtual time unless the name says otherwise.
+"""
+
+from typing import Any
+
+import msgspec
+
+from kvreplay.errors import TraceError
+
+
+class Requests(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests by what became of them for their client.
+
+    `total` is the sum of finished, failed, aborted, rejected, stalled and unfinished.
+    """
+
+    total: int
+    finished: int
+    failed: int
+    aborted: int
+    rejected: int
+    stalled: int
+    """Proven never to end while the faults last: `lost` + `held_up`."""
+    overdue: int
+    lost: int = 0
+    """Stalled, and healing did not end them either."""
+    held_up: int = 0
+    """Stalled, but ended once the faults were taken away."""
+    unfinished: int = 0
+    """Neither ended nor stalled: their engine died."""
+    failed_unfaulted: int = 0
+    """Failed though no fault named them."""
+
+
+class Reason(msgspec.Struct, frozen=True, kw_only=True):
+    """How many requests came to one outcome (failed, aborted, rejected) for one cause."""
+
+    outcome: str
+    cause: str
+    count: int
+
+
+class Stall(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that is proven never to end on one instance."""
+
+    request_id: str
+    instance: str | None
+    status: str
+    since_s: float
+    waiting_on: str
+    blocks_held: int
+    block_seconds: float
+    """Blocks held, times the time from `since_s` to the proof."""
+    peer: str | None = None
+    transfer_id: str | None = None
+    fault: str | None = None
+    """The last fault that named the request."""
+    ended: str | None = None
+    """What it came to after healing; None: lost for good."""
+    implied: dict[str, int] = {}
+    """Findings that the stall implies, by checker; they count nowhere else."""
+
+
+class Overdue(msgspec.Struct, frozen=True, kw_only=True):
+    request_id: str
+    instance: str | None
+    since_s: float
+    parked_s: float
+
+
+class Recomputed(msgspec.Struct, frozen=True, kw_only=True):
+    total: int
+    by_cause: dict[str, int]
+    by_instance: dict[str, dict[str, int]] = {}
+
+
+class Evicted(msgspec.Struct, frozen=True, kw_only=True):
+    total: int
+    by_cause: dict[str, int]
+    by_group: dict[str, int]
+    by_group_and_cause: dict[str, dict[str, int]] = {}
+    by_instance: dict[str, dict[str, int]] = {}
+
+
+class Loads(msgspec.Struct, frozen=True, kw_only=True):
+    """External loads, as the scheduler saw them."""
+
+    started: int = 0
+    finished: int = 0
+    failed: int = 0
+    finished_tokens: int = 0
+    failed_tokens: int = 0
+    failed_by_cause: dict[str, int] = {}
+    pulls_sent: int = 0
+    pulls_settled: int = 0
+    pulls_failed_by_cause: dict[str, int] = {}
+
+
+class Violation(msgspec.Struct, frozen=True, kw_only=True):
+    checker: str
+    time_s: float
+    instance: str | None
+    request_id: str | None
+    block_id: int | None
+    group: int | None
+    transfer_id: str | None
+    detail: str
+    fault: str | None
+    implied: dict[str, int] = {}
+
+
+class FaultCount(msgspec.Struct, frozen=True, kw_only=True):
+    """How often one fault of the plan fired, and what became of the requests that it named."""
+
+    spec: str
+    fired: int
+    requests: int
+    name: str = ""
+    outcomes: dict[str, int] = {}
+
+
+class Crash(msgspec.Struct, frozen=True, kw_only=True):
+    instance: str | None
+    time_s: float
+    step: int | None
+    exception: str
+    message: str
+    implied: dict[str, int] = {}
+
+
+class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Nearest rank: the measured value at index round(q * (count - 1)). None where nothing was measured."""
+
+    p50: float | None
+    p90: float | None
+    p99: float | None
+    count: int = 0
+
+
+class Latency(msgspec.Struct, frozen=True, kw_only=True):
+    """Of requests that did not stall. ttft: of those with a first token; tpot, e2e: of those that finished."""
+
+    ttft: Percentiles
+    tpot: Percentiles
+    e2e: Percentiles
+
+
+class Instance(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    role: str
+    steps: int
+    peak_blocks: int
+    preemptions: int
+    utilisation: float
+    """Share of the virtual time in which it computed."""
+    num_gpu_blocks: int = 0
+    computed_tokens: int = 0
+    loaded_tokens: int = 0
+    peak_running: int = 0
+    peak_waiting: int = 0
+    peak_deferred: int = 0
+    overloaded: str | None = None
+    """Why it counts as overloaded, or None. Judged over the time in which requests arrive: it computed for
+    more than 95 % of it, or had requests waiting at every sample of its second half (of three or more)."""
+
+
+class Series(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges over time, summed over the instances of one role; each point is the highest of its samples."""
+
+    role: str
+    num_instances: int
+    capacity_blocks: int
+    time_s: list[float]
+    blocks: list[int]
+    running: list[int]
+    waiting: list[int]
+    deferred: list[int]
+
+
+class InEffect(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run was played with.
+
+    An origin is the flag that set the value (`--config`), or says in words where it came from. Names are without
+    folders, so that a trace does not depend on where it lies.
+    """
+
+    trace: str
+    config: str
+    config_origin: str
+    profile: str
+    profile_origin: str
+    policy: str
+    policy_origin: str
+    seed: int = 0
+    limit: int | None = None
+    injected: list[str] = []
+    plan: str | None = None
+    settings: list[str] = []
+    """`--set KEY=VALUE`."""
+    behaviours: list[str] = []
+    """`--behaviour NAME=VALUE`."""
+    fail_on: list[str] = []
+    overdue_after_s: float = 10.0
+
+
+class Baseline(msgspec.Struct, frozen=True, kw_only=True):
+    """The same run without its faults."""
+
+    fingerprint: str
+    virtual_seconds: float
+    requests: Requests
+    recomputed_tokens: Recomputed
+    computed_tokens: int
+    loaded_tokens: int
+    evicted_blocks: Evicted
+    latency_s: Latency
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    verdict: str
+    exit_status: int
+    fingerprint: str
+    seed: int
+    profile: str
+    virtual_seconds: float
+    wall_seconds: float | None
+    requests: Requests
+    stalled: list[Stall]
+    recomputed_tokens: Recomputed
+    computed_tokens: int
+    loaded_tokens: int
+    evicted_blocks: Evicted
+    violations: list[Violation]
+    faults: list[FaultCount]
+    crashes: list[Crash]
+    latency_s: Latency
+    instances: list[Instance]
+    reason: str = ""
+    reasons: list[Reason] = []
+    overdue: list[Overdue] = []
+    loads: Loads = Loads()
+    series: list[Series] = []
+    in_effect: InEffect | None = None
+    baseline: Baseline | None = None
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+    def with_wall_seconds(self, wall_seconds: float | None) -> "Summary":
+        return msgspec.structs.replace(self, wall_seconds=wall_seconds)
+
+    def with_baseline(self, twin: "Summary") -> "Summary":
+        """This run beside its faultless twin."""
+        names = [field.name for field in msgspec.structs.fields(Baseline)]
+        values: dict[str, Any] = {name: getattr(twin, name) for name in names}
+        return msgspec.structs.replace(self, baseline=Baseline(**values))
+
+
+def summary_from_json(text: str) -> Summary:
+    """Read what `to_json` wrote, by this version or an older one. Raises TraceError on anything else."""
+    try:
+        return msgspec.json.decode(text, type=Summary)
+    except msgspec.DecodeError as error:
+        raise TraceError(f"run.summary: not a summary that this version can read: {error}") from error

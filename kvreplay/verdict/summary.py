@@ -1,0 +1,184 @@
+"""The whole summary of a run, from its trace and the little that the trace cannot say."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import polars as pl
+
+from kvreplay.checkers.finding import Finding, recorded_findings
+from kvreplay.checkers.frames import rows_of
+from kvreplay.ids import NS_PER_S
+from kvreplay.verdict import counts
+from kvreplay.verdict.attach import Attached, StallKey, attach
+from kvreplay.verdict.model import Crash, FaultCount, InEffect, Requests, Stall, Summary, Violation
+from kvreplay.verdict.outcomes import count_reasons, count_requests, latency, outcomes, outcomes_of
+from kvreplay.verdict.verdict import DEFAULT_FAIL_ON, Verdict, judge
+
+_Cause = TypeVar("_Cause", Stall, Crash)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedFault:
+    """One fault of the plan. `fired` is how often it acted; None: as many moments as the trace shows."""
+
+    spec: str
+    """As in the `cause` of its `fault.injected` rows."""
+    name: str = ""
+    fired: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What the trace cannot say about its run."""
+
+    fingerprint: str
+    in_effect: InEffect
+    roles: Mapping[str, str]
+    """Instance → role, in the order in which the report lists them."""
+    faults: Sequence[PlannedFault] = ()
+    path_timers_ns: int = 0
+    """Sum of the timers on a parked request's path: what it may wait at most if all of them run out."""
+    overdue_after_ns: int = 10 * NS_PER_S
+    fail_on: Sequence[str] = DEFAULT_FAIL_ON
+
+
+def summarise(frame: pl.DataFrame, facts: RunFacts, findings: Sequence[Finding] = ()) -> Summary:
+    """Sum up `frame`, the run-level rows of a trace in order.
+
+    `findings` come on top of the `violation` rows that the frame has: pass what is not in the trace.
+    `wall_seconds` is None, and nothing else depends on when or where this runs.
+    """
+    virtual_ns = int(frame["time_ns"][-1]) if frame.height else 0
+    found = outcomes(frame, facts.path_timers_ns + facts.overdue_after_ns)
+    faults = _fault_rows(frame)
+    requests = count_requests(found, faults["request_id"].drop_nulls().unique().to_list())
+    judged = _judge(frame, facts, found.stalls, requests, faults, findings)
+    usage = counts.usage_samples(frame)
+    arrived = found.requests["arrived_ns"]
+    instances = counts.instances(usage, facts.roles, virtual_ns, int(arrived[-1]) if len(arrived) else 0)
+    return Summary(
+        verdict=judged.verdict.word,
+        exit_status=int(judged.verdict.status),
+        reason=judged.verdict.reason,
+        fingerprint=facts.fingerprint,
+        seed=facts.in_effect.seed,
+        profile=facts.in_effect.profile,
+        virtual_seconds=virtual_ns / NS_PER_S,
+        wall_seconds=None,
+        requests=requests,
+        reasons=count_reasons(found.requests),
+        stalled=judged.stalls,
+        overdue=found.overdue,
+        recomputed_tokens=counts.recomputed(frame),
+        computed_tokens=sum(instance.computed_tokens for instance in instances),
+        loaded_tokens=sum(instance.loaded_tokens for instance in instances),
+        loads=counts.loads(frame),
+        evicted_blocks=counts.evicted(frame),
+        violations=judged.violations,
+        faults=_faults(faults, found.requests, facts.faults),
+        crashes=judged.crashes,
+        latency_s=latency(found.requests),
+        instances=instances,
+        series=counts.series(usage, facts.roles),
+        in_effect=facts.in_effect,
+    )
+
+
+class _Judged(NamedTuple):
+    verdict: Verdict
+    stalls: list[Stall]
+    crashes: list[Crash]
+    violations: list[Violation]
+
+
+def _judge(
+    frame: pl.DataFrame,
+    facts: RunFacts,
+    stalls: Sequence[Stall],
+    requests: Requests,
+    faults: pl.DataFrame,
+    findings: Sequence[Finding],
+) -> _Judged:
+    """Attach what is implied to what implies it, and weigh the rest."""
+    crashes = _crashes(frame)
+    attached = attach(
+        [*recorded_findings(frame), *findings],
+        [StallKey(stall.request_id, stall.instance) for stall in stalls],
+        [crash.instance for crash in crashes],
+    )
+    own_stalls = [_with_implied(stall, attached.by_stall.get(place)) for place, stall in enumerate(stalls)]
+    own_crashes = [_with_implied(crash, attached.by_crash.get(place)) for place, crash in enumerate(crashes)]
+    violations = _violations(attached, faults)
+    verdict = judge(requests, own_stalls, own_crashes, violations, facts.fail_on)
+    return _Judged(verdict, own_stalls, own_crashes, violations)
+
+
+def _fault_rows(frame: pl.DataFrame) -> pl.DataFrame:
+    columns = ("seq", "time_ns", "instance", "peer", "request_id", "status", "cause")
+    return rows_of(frame, ["fault.injected"], *columns).collect()
+
+
+def _crashes(frame: pl.DataFrame) -> list[Crash]:
+    rows = rows_of(frame, ["engine.crashed"], "instance", "time_ns", "step", "status", "cause").collect()
+    return [
+        Crash(
+            instance=row["instance"],
+            time_s=row["time_ns"] / NS_PER_S,
+            step=row["step"],
+            exception=row["status"] or "",
+            message=row["cause"] or "",
+        )
+        for row in rows.iter_rows(named=True)
+    ]
+
+
+def _violations(attached: Attached, faults: pl.DataFrame) -> list[Violation]:
+    fault_of = dict(faults.select("seq", "cause").rows())
+    return [
+        Violation(
+            checker=finding.checker,
+            time_s=finding.time_ns / NS_PER_S,
+            instance=finding.instance,
+            request_id=finding.request_id,
+            block_id=finding.block_id,
+            group=finding.group,
+            transfer_id=finding.transfer_id,
+            detail=finding.detail,
+            fault=fault_of.get(finding.cause_seq),
+            implied=_by_name(attached.by_finding.get(place)),
+        )
+        for place, finding in enumerate(attached.independent)
+    ]
+
+
+def _with_implied(record: _Cause, implied: Counter[str] | None) -> _Cause:
+    return msgspec.structs.replace(record, implied=_by_name(implied))
+
+
+def _by_name(implied: Counter[str] | None) -> dict[str, int]:
+    return dict(sorted((implied or {}).items()))
+
+
+def _faults(rows: pl.DataFrame, requests: pl.DataFrame, planned: Sequence[PlannedFault]) -> list[FaultCount]:
+    """In the order of the plan; what only the trace knows comes last."""
+    named = rows.with_columns(pl.col("cause").fill_null(pl.col("status")))
+    seen = named["cause"].unique(maintain_order=True)
+    plan = {fault.spec: fault for fault in planned}
+    for spec in seen:
+        plan.setdefault(spec, PlannedFault(spec=spec))
+    return [_fault(fault, named.filter(pl.col("cause") == fault.spec), requests) for fault in plan.values()]
+
+
+def _fault(fault: PlannedFault, rows: pl.DataFrame, requests: pl.DataFrame) -> FaultCount:
+    names = rows["request_id"].drop_nulls().unique(maintain_order=True).to_list()
+    moments = rows.select("time_ns", "instance", "peer").n_unique() if rows.height else 0
+    return FaultCount(
+        spec=fault.spec,
+        name=fault.name or (rows["status"][0] if rows.height else ""),
+        fired=moments if fault.fired is None else fault.fired,
+        requests=len(names),
+        outcomes=dict(outcomes_of(requests, names)),
+    )

@@ -1,0 +1,136 @@
+"""What a run came to: one verdict, its exit status, and one sentence that says why."""
+
+from collections import Counter
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+from kvreplay.behaviour import nearest
+from kvreplay.errors import ConfigError
+from kvreplay.verdict.model import Crash, Requests, Stall, Violation
+
+
+class ExitStatus(IntEnum):
+    """Every exit status of the command line. 1 stays free for an uncaught exception: kvreplay's own bug."""
+
+    PASSED = 0
+    BUG = 1
+    USAGE = 2
+    VIOLATED = 3
+    STALLED = 4
+    CRASHED = 5
+    INTERRUPTED = 130
+
+
+FAIL_ON: Final = ("crashed", "stalled", "violated", "failed", "overdue")
+DEFAULT_FAIL_ON: Final = ("crashed", "stalled", "violated")
+
+
+class Verdict(NamedTuple):
+    status: ExitStatus
+    reason: str
+
+    @property
+    def word(self) -> str:
+        """passed, violated, stalled or crashed."""
+        return self.status.name.lower()
+
+
+def parse_fail_on(text: str) -> tuple[str, ...]:
+    """`--fail-on a,b`: what counts against a run, in order of weight; `none`: nothing does.
+
+    Raises ConfigError naming the nearest known word.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if words == ["none"]:
+        return ()
+    for word in words:
+        if word not in FAIL_ON:
+            known = ", ".join(FAIL_ON)
+            raise ConfigError(f"--fail-on {text}: {word!r} is none of {known}{nearest(word, list(FAIL_ON))}")
+    return tuple(word for word in FAIL_ON if word in words)
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 request`, `1,200 requests`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def judge(
+    requests: Requests,
+    stalls: Sequence[Stall],
+    crashes: Sequence[Crash],
+    violations: Sequence[Violation],
+    fail_on: Sequence[str] = DEFAULT_FAIL_ON,
+) -> Verdict:
+    """Crashed before stalled before violated before passed; what `fail_on` leaves out is only mentioned.
+
+    `violations` are the independent ones: what a stall or a crash implies is attached to it, not among them.
+    """
+    sentences = {
+        "crashed": (ExitStatus.CRASHED, _say_crashes(crashes)),
+        "stalled": (ExitStatus.STALLED, _say_stalls(requests, stalls)),
+        "violated": (ExitStatus.VIOLATED, _say_violations(violations)),
+        "failed": (ExitStatus.VIOLATED, _say(requests.failed, "failed")),
+        "overdue": (ExitStatus.VIOLATED, _say(requests.overdue, "ended overdue")),
+    }
+    for word in FAIL_ON:
+        status, sentence = sentences[word]
+        if word in fail_on and sentence:
+            return Verdict(status, sentence)
+    ignored = [sentences[word][1] for word in DEFAULT_FAIL_ON if word not in fail_on and sentences[word][1]]
+    left_out = f"; left out by --fail-on: {'; '.join(ignored)}" if ignored else ""
+    return Verdict(ExitStatus.PASSED, _say_outcomes(requests) + left_out)
+
+
+def _say_crashes(crashes: Sequence[Crash]) -> str:
+    if not crashes:
+        return ""
+    first = crashes[0]
+    more = f"; {len(crashes) - 1:,} more after it" if crashes[1:] else ""
+    message = f"{first.exception}: {first.message}" if first.message else first.exception
+    return f"{first.instance} died at {first.time_s:,.3f} s of {message}{more}"
+
+
+def _say_stalls(requests: Requests, stalls: Sequence[Stall]) -> str:
+    if not stalls:
+        return ""
+    [(common, count)] = Counter(stall.waiting_on or stall.status for stall in stalls).most_common(1)
+    share = "" if len(stalls) == 1 else "all " if count == len(stalls) else f"{count:,} of them "
+    waiting = f", {share}waiting on {common}"
+    if not requests.stalled:
+        return f"{plural(len(stalls), 'leg')} of answered requests never ended{waiting}"
+    if requests.held_up == requests.stalled:
+        return f"{plural(requests.stalled, 'request')} ended only after the faults were taken away{waiting}"
+    return f"{plural(requests.stalled, 'request')} will never end{waiting}"
+
+
+def _say_violations(violations: Sequence[Violation]) -> str:
+    if not violations:
+        return ""
+    checkers = Counter(violation.checker for violation in violations)
+    counts = ", ".join(f"{name} {count:,}" for name, count in checkers.most_common())
+    return f"{plural(len(violations), 'violation')}: {counts}"
+
+
+def _say(count: int, what: str) -> str:
+    return f"{plural(count, 'request')} {what}" if count else ""
+
+
+def _say_outcomes(requests: Requests) -> str:
+    if not requests.total:
+        return "no requests"
+    if requests.finished == requests.total:
+        return f"all {plural(requests.total, 'request')} finished" if requests.total > 1 else "the request finished"
+    counts = {
+        "stalled": requests.stalled,
+        "failed": requests.failed,
+        "aborted": requests.aborted,
+        "rejected": requests.rejected,
+        "unfinished": requests.unfinished,
+    }
+    others = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+    faulted = ""
+    if requests.failed and not requests.failed_unfaulted:
+        faulted = "; every failed one was named by a fault"
+    return f"{requests.finished:,} of {plural(requests.total, 'request')} finished, {others}{faulted}"
