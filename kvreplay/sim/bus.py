@@ -6,11 +6,16 @@ from kvreplay.sim.envelope import Answer, Asker, Command, Controller, Delivery, 
 from kvreplay.sim.event_loop import EventLoop
 
 
+def owner_of(address: str) -> str:
+    """The instance (or `client`, `proxy`) that an address belongs to: `P0` of `P0/mooncake/1`."""
+    return address.partition("/")[0]
+
+
 class Network(Protocol):
     """How long a message takes."""
 
     def transit_ns(self, envelope: Envelope, now_ns: int) -> int:
-        """Time on the way, queueing behind earlier bytes of the same link included. Called once per sending."""
+        """Time on the way, queueing behind earlier bytes of its link included. Called once per sending."""
         ...
 
 
@@ -33,8 +38,10 @@ class Bus:
         self._askers: dict[str, Asker] = {}
         self._controllers: dict[str, Controller] = {}
         self.num_undeliverable = 0
+        self._num_cuts = 0
+        self._cuts: dict[str, int] = {}
 
-    # -- addresses --------------------------------------------------------------------------------------------
+    # -- addresses ---------------------------------------------------------------------------------------
 
     def listen(self, address: str, handler: Handler) -> None:
         assert address not in self._handlers, f"address {address} is taken"
@@ -53,37 +60,58 @@ class Bus:
         self._controllers[address] = controller
 
     def command(self, address: str, command: Command) -> bool:
-        """Carry out an action fault. False if nobody is there to be commanded."""
+        """Carry out an action fault. False if nobody is there, or there was nothing to act on."""
         controller = self._controllers.get(address)
-        if controller is None:
-            return False
-        controller(command)
-        return True
+        return controller is not None and controller(command) is not False
 
     @property
     def control_addresses(self) -> list[str]:
         return list(self._controllers)
 
-    # -- messages ---------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------------
 
     def post(self, envelope: Envelope) -> None:
         """Send; what arrives, and when, is the network's and the faults' business."""
         loop = self.loop
         transit_ns = self.network.transit_ns(envelope, loop.now_ns)
+        num_cuts = self._num_cuts
         interceptor = self.interceptor
         if interceptor is not None and envelope.kind in interceptor.kinds:
             deliveries = interceptor.intercept(envelope, loop.now_ns)
             if deliveries is not None:
                 for delivery in deliveries:
-                    if not delivery.held:
-                        self.deliver_later(delivery, transit_ns)
+                    self._send(interceptor, delivery, transit_ns)
                 return
-        loop.call_later(transit_ns, lambda: self.deliver(envelope))
+        loop.call_later(transit_ns, lambda: self._arrive(envelope, num_cuts))
 
-    def deliver_later(self, delivery: Delivery, transit_ns: int = 0) -> None:
-        """Schedule one delivery; the injector calls this itself for those it has held back."""
-        envelope = delivery.envelope
-        self.loop.call_later(transit_ns + delivery.delay_ns, lambda: self.deliver(envelope))
+    def _send(self, interceptor: Interceptor, delivery: Delivery, transit_ns: int) -> None:
+        loop, envelope, num_cuts = self.loop, delivery.envelope, self._num_cuts
+        ready_ns = loop.now_ns + transit_ns + delivery.delay_ns
+
+        def arrive() -> None:
+            self._arrive(envelope, num_cuts)
+
+        def release() -> None:
+            loop.call_at(max(ready_ns, loop.now_ns), arrive)
+
+        if delivery.waits_for:
+            interceptor.hold(delivery, release)
+        else:
+            release()
+
+    def cut(self, owner: str) -> None:
+        """Lose everything on its way to or from an instance: it died, and its connections with it."""
+        self._num_cuts += 1
+        self._cuts[owner] = self._num_cuts
+
+    def _arrive(self, envelope: Envelope, num_cuts: int) -> None:
+        """Deliver, unless an end was cut off after the sending, when `num_cuts` cuts had been made."""
+        if num_cuts != self._num_cuts and num_cuts < max(
+            self._cuts.get(owner_of(envelope.source), 0), self._cuts.get(owner_of(envelope.destination), 0)
+        ):
+            self.num_undeliverable += 1
+            return
+        self.deliver(envelope)
 
     def deliver(self, envelope: Envelope) -> None:
         handler = self._handlers.get(envelope.destination)
@@ -93,13 +121,16 @@ class Bus:
         handler(envelope)
 
     def ask(self, envelope: Envelope) -> Answer:
-        """A synchronous question: an answer, an answer after a delay that the caller's step pays, or never."""
+        """A synchronous question: an answer, an answer after a delay that the caller's step pays, or never.
+
+        A question has one answer: of several deliveries the first counts, and one that is held never comes.
+        """
         delay_ns = 0
         interceptor = self.interceptor
         if interceptor is not None and envelope.kind in interceptor.kinds:
             deliveries = interceptor.intercept(envelope, self.loop.now_ns)
             if deliveries is not None:
-                if not deliveries:
+                if not deliveries or deliveries[0].waits_for:
                     return Answer(never=True)
                 envelope, delay_ns = deliveries[0].envelope, deliveries[0].delay_ns
         asker = self._askers.get(envelope.destination)

@@ -26,9 +26,10 @@ COPY_DONE: Final = "copy.done"
 class Envelope:
     """A message on its way.
 
-    `conversation` names one exchange (one pull with one peer, one bootstrap query, one copy job) and is stable
-    across runs; `peer_index` of `num_peers` is the peer's place where one request talks to several; `reply_index`
-    counts replies within the conversation from 0. `size_bytes` is what a link's bandwidth is charged for.
+    `conversation` names one exchange (one pull with one peer, one bootstrap query, one copy job) and is
+    stable across runs; `peer_index` of `num_peers` is the peer's place where one request talks to several;
+    `reply_index` counts replies within the conversation from 0. `size_bytes` is what a link's bandwidth is
+    charged for.
     """
 
     kind: str
@@ -53,8 +54,8 @@ class Envelope:
 class Corruption:
     """Bytes of one destination block of a write are changed on delivery.
 
-    `block` is the index of the block within the write, or None for one drawn from `draw`; `fault_handle` is the
-    `fault.injected` event's handle, so that a finding can name its fault.
+    `block` is the index of the block within the write, or None for one drawn from `draw`; `fault_handle` is
+    the `fault.injected` event's handle, so that a finding can name its fault.
     """
 
     draw: int
@@ -67,12 +68,16 @@ class Corruption:
 class Delivery:
     """One arrival of an envelope. `delay_ns` comes on top of the link's own time.
 
-    `is_late_by` waits for a moment instead: the delivery is held until `release` is called by the injector.
+    `waits_for`, an event pattern, holds it back: the interceptor keeps it until such an event is seen.
     """
 
     envelope: Envelope
     delay_ns: int = 0
-    held: bool = False
+    waits_for: str = ""
+
+    @property
+    def held(self) -> bool:
+        return bool(self.waits_for)
 
 
 class Interceptor(Protocol):
@@ -82,6 +87,10 @@ class Interceptor(Protocol):
     """Kinds that some fault matches; all others bypass the interceptor."""
 
     def intercept(self, envelope: Envelope, now_ns: int) -> list[Delivery] | None: ...
+
+    def hold(self, delivery: Delivery, release: Callable[[], None]) -> None:
+        """Keep a held delivery. `release` lets it arrive, at once or when the network is done with it."""
+        ...
 
 
 @dataclass(slots=True)
@@ -95,7 +104,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Command:
-    """What an action fault tells a control address to do, for instance `crash`, `restart`, `abort`, `preempt`."""
+    """What an action fault tells a control address to do: `crash`, `restart`, `abort`, `preempt`, ..."""
 
     verb: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -103,4 +112,5 @@ class Command:
 
 Handler = Callable[[Envelope], None]
 Asker = Callable[[Envelope], Answer]
-Controller = Callable[[Command], None]
+Controller = Callable[[Command], bool | None]
+"""Carries out a command. False: there was nothing to act on (the request is over, the instance is down)."""

@@ -27,7 +27,7 @@ class Timer:
 
 
 class EventLoop:
-    """Runs actions in order of (time, order of scheduling). Never waits, never reads a clock.
+    """Runs actions in order of (time, rank, order of scheduling). Never waits, never reads a clock.
 
     *Daemon* actions (heartbeats, polls, endless retries) do not keep a run alive: when nothing else is left,
     nothing can change any more, and whatever is unfinished has stalled.
@@ -35,7 +35,7 @@ class EventLoop:
 
     def __init__(self) -> None:
         self.now_ns = 0
-        self._queue: list[tuple[int, int, Timer]] = []
+        self._queue: list[tuple[int, int, int, Timer]] = []
         self._sequence = count()
         self._num_live = 0
         self.num_run = 0
@@ -45,10 +45,12 @@ class EventLoop:
         """Pending actions that are no daemons."""
         return self._num_live
 
-    def call_at(self, time_ns: int, action: Action, *, daemon: bool = False) -> Timer:
+    def call_at(self, time_ns: int, action: Action, *, daemon: bool = False, rank: int = 0) -> Timer:
+        """Run `action` at that time. Among actions of one instant a lower `rank` goes first, whenever it was set:
+        what lands while a step ends is seen by that step, however the step came to be scheduled."""
         assert time_ns >= self.now_ns, f"cannot schedule {self.now_ns - time_ns} ns in the past"
         timer = Timer(time_ns, action, daemon)
-        heappush(self._queue, (time_ns, next(self._sequence), timer))
+        heappush(self._queue, (time_ns, rank, next(self._sequence), timer))
         if not daemon:
             self._num_live += 1
         return timer
@@ -66,14 +68,14 @@ class EventLoop:
     def peek_ns(self) -> int:
         """When the next action runs; `FOREVER_NS` if there is none."""
         queue = self._queue
-        while queue and queue[0][2].action is None:
+        while queue and queue[0][3].action is None:
             heappop(queue)
         return queue[0][0] if queue else FOREVER_NS
 
     def step(self) -> None:
         """Jump to the next action's time, and run it."""
         while True:
-            time_ns, _, timer = heappop(self._queue)
+            time_ns, _, _, timer = heappop(self._queue)
             action = timer.action
             if action is not None:
                 break

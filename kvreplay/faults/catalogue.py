@@ -1,0 +1,44 @@
+"""The catalogue: every row that a connector's `catalogue` module brings, and the generic ones."""
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pkgutil import iter_modules
+
+from kvreplay import connectors
+from kvreplay.behaviour import nearest
+from kvreplay.errors import ConfigError
+from kvreplay.faults import generic
+from kvreplay.faults.registry import VERBS
+from kvreplay.faults.verb import MessageVerb
+from kvreplay.sim.catalogue import FaultRow
+
+
+@cache
+def catalogue() -> Mapping[str, FaultRow]:
+    """All rows by name: short names first, then by connector in the order in which each lists them."""
+    rows = sorted(_all_rows(), key=lambda row: not row.short_name)
+    by_name: dict[str, FaultRow] = {}
+    for row in rows:
+        assert row.name not in by_name, f"two faults are called {row.name}"
+        verb = VERBS[row.verb]
+        if isinstance(verb, MessageVerb) and verb.needs_transform:
+            assert row.transform is not None, f"{row.name}: {row.verb} needs a transform"
+        by_name[row.name] = row
+    return by_name
+
+
+def _all_rows() -> Iterator[FaultRow]:
+    for module in iter_modules(connectors.__path__, f"{connectors.__name__}."):
+        if module.ispkg and find_spec(f"{module.name}.catalogue") is not None:
+            yield from import_module(f"{module.name}.catalogue").ROWS
+    yield from generic.ROWS
+
+
+def find_row(name: str) -> FaultRow:
+    """The row of this name. Raises ConfigError naming the nearest known one."""
+    row = catalogue().get(name)
+    if row is None:
+        raise ConfigError(f"no fault {name!r}{nearest(name, list(catalogue()))}")
+    return row

@@ -1,0 +1,241 @@
+"""The injector: all state of a plan while it runs. It stands between sender and receiver, and watches events."""
+
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from kvreplay.events import Event, EventSink
+from kvreplay.faults.action import ActionFault, targets_of
+from kvreplay.faults.message import MessageFault
+from kvreplay.faults.patterns import EventPattern, parse_event_pattern
+from kvreplay.faults.plan import FaultPlan
+from kvreplay.faults.record import FaultStatistics, Record
+from kvreplay.faults.registry import VERBS
+from kvreplay.faults.setup import ArrivalFault
+from kvreplay.faults.topology import TopologyInfo
+from kvreplay.faults.verb import ActionVerb, MessageVerb
+from kvreplay.sim.bus import Bus
+from kvreplay.sim.envelope import Command, Delivery, Envelope
+from kvreplay.sim.event_loop import EventLoop
+
+Observer = Callable[[Event], None]
+
+
+class ObservingSink:
+    """Passes events on to another sink, and shows those of `kinds` to an observer."""
+
+    def __init__(self, sink: EventSink, kinds: Container[str], observe: Observer) -> None:
+        self.detail = sink.detail
+        self._sink = sink
+        self._kinds = kinds
+        self._observe = observe
+
+    def emit(self, event: Event) -> int:
+        handle = self._sink.emit(event)
+        if event.kind in self._kinds:
+            self._observe(event)
+        return handle
+
+
+class _Held(NamedTuple):
+    pattern: EventPattern
+    request_ids: tuple[str, ...]
+    release: Callable[[], None]
+
+
+class Injector:
+    """Carries out a plan. An `Interceptor` of the bus; `observe` wants every event of `observed_kinds`.
+
+    All parts of a run emit to `sink`, which sees to that. Nothing acts before `arm`, and nothing after `heal`.
+    """
+
+    def __init__(self, plan: FaultPlan, seed: int, sink: EventSink, loop: EventLoop, bus: Bus) -> None:
+        self.kinds: frozenset[str] = frozenset()
+        self._loop, self._bus = loop, bus
+        self._serving: dict[str, str] = {}
+        self._held: list[_Held] = []
+        self._down: dict[str, None] = {}
+        self._messages: list[MessageFault] = []
+        self._actions: list[ActionFault] = []
+        self._arrivals: list[ArrivalFault] = []
+        self._config_records: list[Record] = []
+        self._records: list[Record] = []
+        self._observers: dict[str, list[Observer]] = defaultdict(list)
+        own_sink = ObservingSink(sink, self._observers, self.observe)
+        for fault in plan:
+            verb = VERBS[fault.row.verb]
+            if isinstance(verb, MessageVerb):
+                self._messages.append(message := MessageFault(fault, verb, seed, own_sink))
+                self._records.append(message.record)
+            elif isinstance(verb, ActionVerb):
+                self._actions.append(action := ActionFault(fault, verb, seed, own_sink, loop))
+                self._records.append(action.record)
+            elif verb.name == "arrival":
+                self._arrivals.append(arrival := ArrivalFault(fault, seed, own_sink))
+                self._records.append(arrival.record)
+            else:
+                self._config_records.append(record := Record(fault, own_sink))
+                self._records.append(record)
+        self._by_kind = {
+            kind: [fault for fault in self._messages if fault.kind == kind]
+            for kind in dict.fromkeys(fault.kind for fault in self._messages)
+        }
+        self._watch()
+        self.sink: EventSink = own_sink if self._observers else sink
+
+    def arm(self, topology: TopologyInfo) -> None:
+        """Start: intercept messages, schedule what is due at a time. The plan must be possible in `topology`."""
+        self.kinds = frozenset(self._by_kind)
+        if self.kinds:
+            self._bus.interceptor = self
+        for record in self._config_records:
+            record.fire("config", self._loop.now_ns, [])
+        for action in self._actions:
+            action.arm(targets_of(action.fault, topology.instances), self._carry_out)
+
+    # -- messages ----------------------------------------------------------------------------------------
+
+    def intercept(self, envelope: Envelope, now_ns: int) -> list[Delivery] | None:
+        faults = self._by_kind[envelope.kind]
+        for index, fault in enumerate(faults):
+            if fault.chooses(envelope, now_ns):
+                return self._compose(envelope, now_ns, faults[:index])
+        return None
+
+    def _compose(self, envelope: Envelope, now_ns: int, passed: Sequence[MessageFault]) -> list[Delivery]:
+        """Let all faults act in the plan's order, each on what those before it have left.
+
+        A fault decides on the message as it was sent, even if nothing of it is left: which conversations it
+        counts does not depend on the faults before it.
+        """
+        deliveries = [Delivery(envelope)]
+        for fault in self._messages:
+            if fault in passed:
+                continue
+            chosen = fault.kind == envelope.kind and fault.chooses(envelope, now_ns)
+            deliveries = [
+                result
+                for delivery in deliveries
+                for result in self._act(fault, delivery, envelope, now_ns, chosen=chosen)
+            ]
+        return deliveries
+
+    def _act(
+        self, fault: MessageFault, delivery: Delivery, sent: Envelope, now_ns: int, *, chosen: bool
+    ) -> list[Delivery]:
+        if delivery.envelope.kind != fault.kind:
+            return [delivery]
+        if sent.kind != fault.kind:  # another fault has made it this fault's kind
+            chosen = fault.chooses(delivery.envelope, now_ns)
+        return fault.apply(delivery, now_ns) if chosen else [delivery]
+
+    def hold(self, delivery: Delivery, release: Callable[[], None]) -> None:
+        pattern = parse_event_pattern(delivery.waits_for)
+        self._held.append(_Held(pattern, delivery.envelope.request_ids, release))
+
+    def rewrite_params(self, params: Mapping[str, Any], request_id: str, instance: str) -> Mapping[str, Any]:
+        """A request's `kv_transfer_params` as they arrive at `instance`."""
+        for arrival in self._arrivals:
+            params = arrival.apply(params, request_id, instance, self._loop.now_ns)
+        return params
+
+    # -- events ------------------------------------------------------------------------------------------
+
+    @property
+    def observed_kinds(self) -> frozenset[str]:
+        """Kinds of events that some fault waits for."""
+        return frozenset(self._observers)
+
+    def observe(self, event: Event) -> None:
+        """Take note of an event. What it triggers is scheduled, never done from within this call."""
+        for observer in self._observers.get(event.kind, ()):
+            observer(event)
+
+    def _watch(self) -> None:
+        """Register who wants which kinds; where requests are served comes first, as the others ask for it."""
+        windows = [fault.window for fault in self._messages]
+        windows += [fault.window for fault in self._actions]
+        windows += [fault.window for fault in self._arrivals]
+        waits = [fault.waits_for for fault in self._messages if fault.waits_for is not None]
+        triggers = [action.moment for action in self._actions if isinstance(action.moment, EventPattern)]
+        patterns = [pattern for window in windows for pattern in window.patterns] + waits + triggers
+        if any(pattern.needs_routes for pattern in patterns):
+            self._observers["request.routed"].append(self._note_route)
+        for window in windows:
+            self._register(window.patterns, partial(_observe_with, window.observe, self._serving))
+        self._register(waits, self._release_matching)
+        for action in self._actions:
+            if isinstance(action.moment, EventPattern):
+                self._register([action.moment], partial(_observe_with, action.observe, self._serving))
+
+    def _register(self, patterns: Iterable[EventPattern], observer: Observer) -> None:
+        for kind in dict.fromkeys(kind for pattern in patterns for kind in sorted(pattern.kinds)):
+            self._observers[kind].append(observer)
+
+    def _note_route(self, event: Event) -> None:
+        if event.request_id is not None and event.instance is not None:
+            self._serving[event.request_id] = event.instance
+
+    def _release_matching(self, event: Event) -> None:
+        kept: list[_Held] = []
+        for held in self._held:
+            if held.pattern.matches(event, serving=self._serving, own=held.request_ids):
+                self._release_at(event.time_ns, held)
+            else:
+                kept.append(held)
+        self._held = kept
+
+    def _release_at(self, time_ns: int, held: _Held) -> None:
+        """An instance may report ahead of the clock what it will do; then the delivery waits for that too."""
+        if time_ns > self._loop.now_ns:
+            self._loop.call_at(time_ns, held.release)
+        else:
+            held.release()
+
+    # -- actions -----------------------------------------------------------------------------------------
+
+    def _carry_out(self, address: str, command: Command) -> bool:
+        if not self._bus.command(address, command):
+            return False
+        if command.verb == "crash":
+            self._bus.cut(address)
+            self._down[address] = None
+        elif command.verb == "restart":
+            self._down.pop(address, None)
+        return True
+
+    # -- the end -----------------------------------------------------------------------------------------
+
+    def heal(self) -> None:
+        """End all faults: nothing fires any more, what is held is let go, what was crashed comes back."""
+        self.kinds = frozenset()
+        self._observers.clear()
+        for action in self._actions:
+            action.disarm()
+        held, self._held = self._held, []
+        for waiting in held:
+            waiting.release()
+        for instance in list(self._down):
+            self._bus.command(instance, Command("restart", {"identity": "new"}))
+        self._down.clear()
+        self._arrivals.clear()
+
+    @property
+    def num_held(self) -> int:
+        """Deliveries that wait for an event."""
+        return len(self._held)
+
+    def statistics(self) -> list[FaultStatistics]:
+        """One per fault, in the plan's order."""
+        return [record.statistics for record in self._records]
+
+    def never_fired(self) -> list[str]:
+        """Specs of the faults that have tested nothing."""
+        return [statistics.spec for statistics in self.statistics() if not statistics.fired]
+
+
+def _observe_with(
+    observe: Callable[[Event, Mapping[str, str]], None], serving: Mapping[str, str], event: Event
+) -> None:
+    observe(event, serving)

@@ -1,0 +1,156 @@
+"""A message fault at work: which messages it hits, and what becomes of them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from kvreplay.events import EventSink
+from kvreplay.faults.choice import Choice, Window
+from kvreplay.faults.patterns import EventPattern, matcher
+from kvreplay.faults.record import Record
+from kvreplay.faults.spec import Fault
+from kvreplay.faults.verb import MessageVerb
+from kvreplay.sim.bus import owner_of
+from kvreplay.sim.envelope import (
+    BOOTSTRAP_QUERY,
+    COPY_JOB,
+    LOOKUP,
+    PULL_REQUEST,
+    WRITE_DONE,
+    Corruption,
+    Delivery,
+    Envelope,
+)
+
+_PASSED, _CHOSEN = 0, 1
+
+_ASKING: Final = frozenset({PULL_REQUEST, BOOTSTRAP_QUERY, LOOKUP, COPY_JOB, WRITE_DONE})
+"""Kinds whose sender is the end that wants something; with the others it is the receiver. So the `instance` of
+every fault of one pull is its consumer, and `peer` its producer."""
+
+
+def ends_of(envelope: Envelope) -> tuple[str, str]:
+    """Addresses of the end that a fault's `instance` means, and of the other, its `peer`."""
+    if envelope.kind in _ASKING:
+        return envelope.source, envelope.destination
+    return envelope.destination, envelope.source
+
+
+class MessageFault:
+    """One message fault of the plan, with the conversations that it has chosen."""
+
+    def __init__(self, fault: Fault, verb: MessageVerb, seed: int, sink: EventSink) -> None:
+        self.fault = fault
+        self.kind = fault.row.target
+        self.record = Record(fault, sink)
+        until = fault.until
+        self.waits_for = until if verb.holds and isinstance(until, EventPattern) else None
+        self.window = Window(fault.after, None if self.waits_for else until)
+        self._verb = verb
+        self._choice = Choice(fault, seed)
+        self._states: dict[str, int] = {}
+        self._draws: dict[str, int] = {}
+        self._tests = _tests_of(fault)
+        self._settings: Mapping[str, Any] = {
+            "request": fault.request,
+            "group": fault.group,
+            **fault.settings,
+            "until": self.waits_for.text if self.waits_for else "",
+        }
+
+    def chooses(self, envelope: Envelope, now_ns: int) -> bool:
+        """Whether it hits this message. A conversation's first message that matches decides for all of it."""
+        key = envelope.conversation or _key_of(envelope)
+        state = self._states.get(key)
+        if state == _PASSED or (state is None and not self._matches(envelope, now_ns)):
+            return False
+        selects = self.fault.row.selects
+        if selects is not None and not selects(envelope, self._settings):
+            return False
+        if state is None:
+            state = self._states[key] = _CHOSEN if self._choice.decide(key) else _PASSED
+        return state == _CHOSEN
+
+    def _matches(self, envelope: Envelope, now_ns: int) -> bool:
+        return now_ns in self.window and (not self._tests or all(test(envelope) for test in self._tests))
+
+    def apply(self, delivery: Delivery, now_ns: int) -> list[Delivery]:
+        """What becomes of a chosen message. It may still be left alone: none of its requests is a victim."""
+        envelope, row = delivery.envelope, self.fault.row
+        key = envelope.conversation or _key_of(envelope)
+        if self._states.get(key) != _CHOSEN:
+            return [delivery]  # a copy, when the first one has used the choice up
+        draw = self._draws.get(key)
+        if draw is None:
+            draw = self._draws[key] = self._choice.draw(key)
+        victims = row.victims(envelope, self._settings, draw) if row.victims else envelope.request_ids
+        if row.victims and not victims:
+            return [delivery]
+        if not row.whole_conversation:
+            self._states[key] = _PASSED
+        handle = self._report(envelope, victims, key, now_ns)
+        return [
+            _on_top_of(delivery, result, self.fault.spec, handle)
+            for result in self._verb.deliveries(row, envelope, self._settings, draw)
+        ]
+
+    def _report(self, envelope: Envelope, victims: tuple[str, ...], key: str, now_ns: int) -> int:
+        instance, peer = ends_of(envelope)
+        transfer_of = dict(zip(envelope.request_ids, envelope.transfer_ids, strict=False))
+        return self.record.fire(
+            key,
+            now_ns,
+            victims,
+            instance=owner_of(instance),
+            peer=owner_of(peer),
+            transfer_ids=[transfer_of[victim] for victim in victims if victim in transfer_of],
+        )
+
+
+def _key_of(envelope: Envelope) -> str:
+    """What stands for the conversation of a message that has none: itself."""
+    return "|".join((envelope.kind, envelope.source, envelope.destination, *envelope.request_ids))
+
+
+def _on_top_of(before: Delivery, after: Delivery, spec: str, handle: int) -> Delivery:
+    """A fault's result, with what earlier faults had already done to this delivery."""
+    envelope = after.envelope
+    if any(not corruption.fault_spec for corruption in envelope.corruptions):
+        signed = tuple(_signed(corruption, spec, handle) for corruption in envelope.corruptions)
+        envelope = replace(envelope, corruptions=signed)
+    return Delivery(envelope, before.delay_ns + after.delay_ns, after.waits_for or before.waits_for)
+
+
+def _signed(corruption: Corruption, spec: str, handle: int) -> Corruption:
+    if corruption.fault_spec:
+        return corruption
+    return replace(corruption, fault_spec=spec, fault_handle=handle)
+
+
+# -- the common keys -------------------------------------------------------------------------------------
+
+
+def _rank_of(address: str) -> str:
+    """`1` of `D0/mooncake/1` and, after a restart, of `D0/mooncake/1#2`."""
+    return address.rpartition("/")[2].partition("#")[0]
+
+
+Test = Callable[[Envelope], object]
+
+
+def _tests_of(fault: Fault) -> list[Test]:
+    """One test for each common key that was given, the cheap ones first."""
+    tests: list[Test] = []
+    if fault.rank is not None:
+        rank = str(fault.rank)
+        tests.append(lambda envelope: _rank_of(ends_of(envelope)[0]) == rank)
+    if fault.instance is not None:
+        is_instance = matcher(fault.instance)
+        tests.append(lambda envelope: is_instance(owner_of(ends_of(envelope)[0])))
+    if fault.peer is not None:
+        is_peer = matcher(fault.peer)
+        tests.append(lambda envelope: is_peer(owner_of(ends_of(envelope)[1])))
+    if fault.request is not None:
+        is_request = matcher(fault.request)
+        tests.append(lambda envelope: any(map(is_request, envelope.request_ids)))
+    return tests

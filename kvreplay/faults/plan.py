@@ -1,0 +1,88 @@
+"""Plan files: TOML with one `[[fault]]` table per fault, `name` and the keys that `--inject` takes."""
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from kvreplay.behaviour import nearest
+from kvreplay.errors import ConfigError
+from kvreplay.faults.spec import Fault, build_fault, parse_spec
+
+MAX_PLAN_BYTES: Final = 1 << 20
+MAX_FAULTS: Final = 1000
+
+FaultPlan = tuple[Fault, ...]
+"""Faults in the order in which they see a message."""
+
+
+def make_plan(specs: Sequence[str] = (), plan_file: Path | None = None) -> FaultPlan:
+    """The faults of a plan file, then those of `--inject`. Raises ConfigError in one line that names the place."""
+    from_file = load_plan(plan_file) if plan_file is not None else ()
+    plan = (*from_file, *(parse_spec(spec) for spec in specs))
+    if len(plan) > MAX_FAULTS:
+        raise ConfigError(f"--inject: at most {MAX_FAULTS} faults, got {len(plan)}")
+    return plan
+
+
+def load_plan(path: Path) -> FaultPlan:
+    tables = _fault_tables(_read_toml(path), path)
+    return tuple(_fault_from(table, f"{path}: fault {number}") for number, table in enumerate(tables, start=1))
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_PLAN_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    if len(data) > MAX_PLAN_BYTES:
+        raise ConfigError(f"{path}: a plan has at most {MAX_PLAN_BYTES} bytes")
+    try:
+        return tomllib.loads(data.decode())
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; expected a TOML plan") from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path}: not TOML: {reason}") from error
+
+
+def _fault_tables(document: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
+    for key in document:
+        if key != "fault":
+            raise ConfigError(f"{path}: unknown key {key!r}{nearest(key, ['fault'])}; expected [[fault]] tables")
+    tables = document.get("fault", [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ConfigError(f"{path}: fault must be [[fault]] tables")
+    if not tables:
+        raise ConfigError(f"{path}: has no [[fault]] table")
+    if len(tables) > MAX_FAULTS:
+        raise ConfigError(f"{path}: at most {MAX_FAULTS} faults, got {len(tables)}")
+    return tables
+
+
+def _fault_from(table: Mapping[str, Any], origin: str) -> Fault:
+    name = table.get("name")
+    if not isinstance(name, str):
+        hint = nearest("name", [key for key in table if key != "name"])
+        raise ConfigError(f"{origin}: needs name, a text{hint}")
+    return build_fault(name, _pairs(table, origin), origin)
+
+
+def _pairs(table: Mapping[str, Any], origin: str) -> Iterator[tuple[str, str]]:
+    for key, value in table.items():
+        if key != "name":
+            yield key, ",".join(_scalar(part, key, origin) for part in _as_list(value))
+
+
+def _as_list(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
+
+
+def _scalar(value: object, key: str, origin: str) -> str:
+    """The text that the same value has in `--inject`."""
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        text = str(value)
+        if text.isprintable():
+            return text
+    raise ConfigError(f"{origin}: {key} must be a number or a text, got {value!r:.60}")

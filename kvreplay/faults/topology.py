@@ -1,0 +1,103 @@
+"""What a run consists of, as far as a plan must know, and whether each of its faults can happen there."""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from kvreplay.behaviour import nearest
+from kvreplay.errors import ConfigError
+from kvreplay.faults.action import moment_of
+from kvreplay.faults.patterns import SERVING, EventPattern, matches_any
+from kvreplay.faults.plan import FaultPlan
+from kvreplay.faults.registry import VERBS
+from kvreplay.faults.spec import Fault
+from kvreplay.faults.verb import ActionVerb, MessageVerb, SetupVerb
+
+_ASKERS = ("kv_consumer", "kv_both")
+_GIVERS = ("kv_producer", "kv_both")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopologyInfo:
+    """`instances`: id → `kv_role`, in order, empty where there is no connector; `commands`: the action and set-up
+    verbs that the run carries out; `request_ids`: those of the workload, None if they are not known beforehand.
+    """
+
+    instances: Mapping[str, str]
+    connectors: frozenset[str] = frozenset()
+    commands: frozenset[str] = frozenset({"abort", "crash", "restart"})
+    request_ids: Collection[str] | None = None
+    num_ranks: int = 1
+    num_groups: int = 1
+
+
+def check_possible(plan: FaultPlan, topology: TopologyInfo) -> None:
+    """Raises ConfigError for the first fault that nothing in this configuration can ever meet."""
+    for fault in plan:
+        _check_parts(fault, topology)
+        _check_instances(fault, topology)
+        _check_requests(fault, topology)
+        _check_indices(fault, topology)
+        for pattern in _patterns_of(fault):
+            _check_pattern(fault, pattern, topology)
+
+
+def _check_parts(fault: Fault, topology: TopologyInfo) -> None:
+    needs, verb = fault.row.needs, VERBS[fault.row.verb]
+    if needs and needs not in topology.connectors:
+        have = ", ".join(sorted(topology.connectors)) or "none"
+        raise ConfigError(f"{fault.origin}: {fault.name} needs the {needs} connector; configured: {have}")
+    if isinstance(verb, ActionVerb | SetupVerb) and verb.name not in topology.commands:
+        raise ConfigError(f"{fault.origin}: nothing in this configuration can carry out {verb.name}")
+
+
+def _check_instances(fault: Fault, topology: TopologyInfo) -> None:
+    instances = topology.instances
+    pulls = bool(fault.row.needs) and isinstance(VERBS[fault.row.verb], MessageVerb)
+    for key, glob, roles in (("instance", fault.instance, _ASKERS), ("peer", fault.peer, _GIVERS)):
+        able = [name for name, role in instances.items() if not pulls or role in roles]
+        if pulls and not able:
+            raise ConfigError(f"{fault.origin}: no instance is a {' or '.join(roles)}")
+        if not matches_any(glob, able):
+            raise ConfigError(
+                f"{fault.origin}: {key}={glob} matches no instance{_one_of(able)}{nearest(glob or '', able)}"
+            )
+
+
+def _one_of(names: Iterable[str]) -> str:
+    names = list(names)
+    return f" of {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else ""
+
+
+def _check_requests(fault: Fault, topology: TopologyInfo) -> None:
+    ids = topology.request_ids
+    if fault.request is not None and ids is not None and not matches_any(fault.request, ids):
+        raise ConfigError(f"{fault.origin}: request={fault.request} matches none of {len(ids)} requests")
+
+
+def _check_indices(fault: Fault, topology: TopologyInfo) -> None:
+    for key, value, count in (
+        ("rank", fault.rank, topology.num_ranks),
+        ("group", fault.group, topology.num_groups),
+    ):
+        if value is not None and value >= count:
+            raise ConfigError(f"{fault.origin}: {key} must be below {count}, got {value}")
+
+
+def _patterns_of(fault: Fault) -> list[EventPattern]:
+    verb = VERBS[fault.row.verb]
+    moments = [fault.after, fault.until]
+    if isinstance(verb, ActionVerb):
+        moments.append(moment_of(fault, verb))
+    return [moment for moment in moments if isinstance(moment, EventPattern)]
+
+
+def _check_pattern(fault: Fault, pattern: EventPattern, topology: TopologyInfo) -> None:
+    if not topology.connectors and all(_is_of_a_connector(kind) for kind in pattern.kinds):
+        raise ConfigError(f"{fault.origin}: waits for {pattern.text}, which needs a connector; none is configured")
+    instance = pattern.instance
+    if instance not in (None, SERVING) and not matches_any(instance, topology.instances):
+        raise ConfigError(f"{fault.origin}: {pattern.text} matches no instance{_one_of(topology.instances)}")
+
+
+def _is_of_a_connector(kind: str) -> bool:
+    return kind.partition(".")[0] in ("pull", "send", "bootstrap", "load", "store", "lookup")

@@ -1,0 +1,15 @@
+"""The verb `partial`."""
+
+from kvreplay.faults.verb import MessageVerb
+from kvreplay.sim.catalogue import FaultRow, Settings
+from kvreplay.sim.envelope import Delivery, Envelope
+
+
+def deliveries(row: FaultRow, envelope: Envelope, settings: Settings, draw: int) -> list[Delivery]:
+    assert row.transform is not None, row.name
+    return row.transform(envelope, settings, draw)
+
+
+VERB = MessageVerb(
+    name="partial", doc="a part of the message fails or is missing", deliveries=deliveries, needs_transform=True
+)
