@@ -1,7 +1,7 @@
 """How the engine says what happens: one method per event, so that its code reads as decisions."""
 
 from kvreplay.engine.request import Request
-from kvreplay.events import DETAIL_BLOCKS, Event, EventSink
+from kvreplay.events import DETAIL_BLOCKS, DETAIL_STEPS, Event, EventSink
 from kvreplay.kv.block_pool import BlockIds
 
 
@@ -14,6 +14,7 @@ class EngineLog:
         self.now_ns = 0
         self.step = 0
         self.wants_blocks = sink.detail >= DETAIL_BLOCKS
+        self.wants_steps = sink.detail >= DETAIL_STEPS
 
     # -- requests ---------------------------------------------------------------------------------------------
 
@@ -61,6 +62,9 @@ class EngineLog:
 
     def preempted(self, request: Request, num_tokens: int, num_blocks: int) -> int:
         return self._request("request.preempted", request, num_tokens=num_tokens, num_blocks=num_blocks)
+
+    def scheduled(self, request: Request, num_tokens: int, start: int) -> None:
+        self._request("request.scheduled", request, num_tokens=num_tokens, num_blocks=start)
 
     def recomputed(self, request: Request, num_tokens: int, cause: str, handle: int | None) -> None:
         self.sink.emit(

@@ -14,6 +14,7 @@ import numpy as np
 from kvreplay.engine.accounts import RecomputeAccounts
 from kvreplay.engine.output import SchedulerOutput
 from kvreplay.engine.request import Request, RequestStatus
+from kvreplay.kv.block_pool import BlockIds
 
 if TYPE_CHECKING:
     from kvreplay.engine.scheduler import Scheduler
@@ -61,8 +62,8 @@ def handle_invalid_blocks(scheduler: Scheduler, block_ids: Sequence[int], out: S
 def _truncate_at_invalid(
     scheduler: Scheduler,
     requests: Iterable[Request],
-    invalid: np.ndarray,
-    scheduled: dict[str, int],  # type: ignore[type-arg]
+    invalid: BlockIds,
+    scheduled: dict[str, int],
 ) -> tuple[list[str], list[int]]:
     """Cut each affected request back to its longest valid prefix.
 
@@ -80,6 +81,8 @@ def _truncate_at_invalid(
         if not len(bad_places):
             continue
         affected.append(request.request_id)
+        request.taint = 0
+        request.tainted_by = None
         bad = ids[bad_places].tolist()
         mine = [place for place, block_id in zip(bad_places.tolist(), bad, strict=True) if block_id not in marked]
         marked.update(bad)

@@ -51,11 +51,13 @@ class Request:
         "lost_computed_handle",
         "max_tokens",
         "num_computed_tokens",
+        "num_external_tokens",
         "num_in_flight_tokens",
         "num_output_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens",
+        "output_taint",
         "parked_since_ns",
         "priority",
         "recompute_end",
@@ -65,6 +67,7 @@ class Request:
         "status",
         "stop_token_ids",
         "taint",
+        "tainted_by",
         "transfer_id",
         "written_until",
     )
@@ -99,6 +102,8 @@ class Request:
         self.num_output_tokens = 0
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
+        self.num_external_tokens = 0
+        """Tokens that its last external load was for."""
         self.num_preemptions = 0
         self.is_prefill_chunk = False
         self.arrival_order = 0
@@ -114,6 +119,11 @@ class Request:
         self.written_until = 0
         self.taint = 0
         """0, or a digest of what wrong contents it has read: everything it writes from then on is wrong too."""
+
+        self.tainted_by: Any = None
+        """The first wrong block that it read (engine.worker.WrongBlock)."""
+        self.output_taint = 0
+        """0, or its taint when it first sampled a token from wrong contents: its output is wrong from then on."""
 
         # What the accounts remember.
         self.first_token_ns: int | None = None

@@ -46,7 +46,8 @@ class _Head(Enum):
 class Scheduler:
     """One engine instance's scheduler. `schedule` and `update_from_output` alternate, first in, first out.
 
-    `recompute_load_failures`: `kv_load_failure_policy` is `recompute`; else it is `fail`.
+    `recompute_load_failures`: `kv_load_failure_policy` is `recompute`; else it is `fail`. `output_is_shared`: some
+    request could hit blocks that hold another one's output.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Scheduler:
         recompute_load_failures: bool = False,
         accounts: RecomputeAccounts | None = None,
         use_lockstep: bool = False,
+        output_is_shared: bool = False,
     ) -> None:
         self.config = config
         self.kv = kv
@@ -69,6 +71,7 @@ class Scheduler:
         self.log = log
         self.accounts = accounts
         self.recompute_load_failures = recompute_load_failures
+        self._output_is_shared = output_is_shared
         self.max_num_active = min(config.max_num_active_seqs or config.max_num_seqs, config.max_num_seqs)
 
         self.requests: dict[str, Request] = {}
@@ -84,6 +87,10 @@ class Scheduler:
         self.on_blocks_freed: Callable[[Request, Sequence[BlockIds]], None] | None = None
         self.on_leave_lockstep: Callable[[Request], None] | None = None
         self.on_invalid_evicted: Callable[[list[int]], None] | None = None
+        self.on_parked: Callable[[Request], None] | None = None
+        self.on_promoted: Callable[[Request], None] | None = None
+        self.skipped: list[str] = []
+        """Requests whose output of the last processed step was dropped."""
 
         self.step = -1
         self.num_preemptions = 0
@@ -104,6 +111,9 @@ class Scheduler:
             and config.prefill_schedule_interval == 1
             and config.token_budget >= config.max_num_seqs
         )
+        self._scan_settled = False
+        """The last scan of the queues admitted nobody, and nothing has changed since that could let it."""
+        self._may_settle = (connector is None or connector.lookup_is_pure) and config.prefill_schedule_interval == 1
         self._explicit: dict[str, Request] = {}
         """Running requests that are not in lockstep, in order of admission."""
 
@@ -133,6 +143,7 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         assert request.request_id not in self.requests, f"duplicate request id {request.request_id}"
         request.arrival_order = next(self._arrivals)
+        self._scan_settled = False
         self.waiting.add(request)
         self.requests[request.request_id] = request
         if self.connector is not None:
@@ -157,7 +168,9 @@ class Scheduler:
         threshold = self._long_prefill_threshold()
         budget = self._schedule_running(out, self.config.token_budget, threshold, defer_prefills=defer_prefills)
         prefill_admitted = False
-        if not out.preempted:
+        if out.shares or out.preempted:
+            self._scan_settled = False
+        if not out.preempted and not self._scan_settled:
             prefill_admitted = self._schedule_waiting(out, budget, threshold, defer_prefills=defer_prefills)
             if not defer_prefills:
                 self._prefill_capacity_bound = self.num_waiting > len(self.deferred_waiting)
@@ -309,6 +322,7 @@ class Scheduler:
         skipped_waiting: list[Request] = []
         skipped_holding: list[Request] = []
         prefill_admitted = False
+        settled = self._may_settle and not defer_prefills
         while budget > 0 and len(self.running) < self.max_num_active:
             queue = self.kv_holding_waiting if self.kv_holding_waiting else self.waiting
             if not queue:
@@ -324,11 +338,13 @@ class Scheduler:
                 (skipped_holding if holds else skipped_waiting).append(request)
                 continue
             assert isinstance(share, Share)
+            settled = False
             prefill_admitted |= share.start < request.num_tokens - 1
             self._start_running(request, share, out)
             budget -= share.num_tokens
         self.kv_holding_waiting.prepend_all(skipped_holding)
         self.waiting.prepend_all(skipped_waiting)
+        self._scan_settled = settled and not out.made_progress and budget > 0
         return prefill_admitted
 
     def _admit(
@@ -427,11 +443,16 @@ class Scheduler:
     def _park(self, request: Request, computed: int, num_external: int) -> None:
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = computed
+        request.num_external_tokens = num_external
         self.inflight_prefills[request.request_id] = request
         self.log.parked(request, num_external, self.kv.num_blocks_held(request.request_id))
+        if self.on_parked is not None:
+            self.on_parked(request)
 
     def _promote(self, request: Request) -> None:
         """Its load is over: hash what was loaded, or give up what was not (vLLM: _update_waiting_for_remote_kv)."""
+        if self.on_promoted is not None:
+            self.on_promoted(request)
         failed = request.request_id in self.failed_recving
         if failed:
             del self.failed_recving[request.request_id]
@@ -512,10 +533,12 @@ class Scheduler:
         reports = model_output.kv_connector_output
         skip: dict[str, None] = {}
         if reports is not None:
+            self._scan_settled = False
             if reports.failed_recving:
                 skip.update(dict.fromkeys(handle_failed_recving(self, reports.failed_recving)))
             if reports.invalid_block_ids:
                 skip.update(dict.fromkeys(handle_invalid_blocks(self, reports.invalid_block_ids, out)))
+        self.skipped = list(skip)
         outputs: list[RequestOutput] = []
         for request, share in self._ending_shares(out):
             if share is not None:
@@ -560,6 +583,8 @@ class Scheduler:
         token = self.sampler.sample(request, request.num_computed_tokens)
         request.num_tokens += 1
         request.num_output_tokens += 1
+        if request.taint and not request.output_taint:
+            request.output_taint = request.taint
         if request.first_token_ns is None:
             request.first_token_ns = self.log.now_ns
             self.log.first_token(request)
@@ -573,6 +598,7 @@ class Scheduler:
             return RequestOutput(request, [token], None)
         del self.running[request.request_id]
         self._explicit.pop(request.request_id, None)
+        self._scan_settled = False
         reason = _FINISH_REASONS[request.status]
         self.log.finished(request, reason, self.sampler.output_hash(request))
         self._free_request(request)
@@ -622,6 +648,7 @@ class Scheduler:
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         request_id = request.request_id
+        self._scan_settled = False
         if request.lockstep_since is not None:
             self._leave_lockstep(request, in_flight=self._in_flight is not None)
         if self.running.pop(request_id, None) is None:
@@ -658,6 +685,7 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def _free_blocks_of(self, request: Request) -> tuple[BlockIds, ...]:
+        self._scan_settled = False
         freed = self.kv.free(request.request_id)
         if self.on_blocks_freed is not None:
             self.on_blocks_freed(request, freed)
@@ -683,6 +711,16 @@ class Scheduler:
         if done:
             self.log.evicted(cached, 0, "reset")
         return done
+
+    def preempt(self, request_id: str) -> bool:
+        """Preempt one running request from outside, between steps. False if it does not run."""
+        request = self.running.get(request_id)
+        if request is None:
+            return False
+        if request.lockstep_since is not None:
+            self._leave_lockstep(request)
+        self._preempt(request)
+        return True
 
     # =========================================================================================================
     # Caching
@@ -720,6 +758,53 @@ class Scheduler:
         last_member = next(request for request in reversed(self.running.values()) if request.lockstep_since is not None)
         return first.lockstep_order > last_member.lockstep_order
 
+    @property
+    def can_coast(self) -> bool:
+        """Whether the next steps give every member of lockstep one token and do nothing else.
+
+        Until a member finishes, blocks run short, or something comes from outside.
+        """
+        return (
+            bool(self.lockstep)
+            and not self._explicit
+            and not self.finished_req_ids
+            and not self._preempted_since
+            and self._scan_is_futile
+            and self._lockstep_is_exact()
+        )
+
+    @property
+    def _scan_is_futile(self) -> bool:
+        """Whether another scan of the queues would admit nobody and change nothing."""
+        if not self.num_waiting or len(self.running) >= self.max_num_active:
+            return True
+        # A block that fills while coasting could be what a queued request was waiting to hit.
+        return self._scan_settled and not self._output_is_shared
+
+    def steps_until_shortage(self, step: int) -> int:
+        """How many steps from `step` on lockstep can take without running out of free blocks."""
+        members = len(self.lockstep)
+        rounds, free = divmod(self.pool.num_free, members)
+        steps = rounds * self.kv.block_size
+        for offset in range(self.kv.block_size):
+            free -= self.lockstep.num_needing_blocks(step + offset)
+            if free < 0:
+                return steps + offset
+        return steps + self.kv.block_size
+
+    def coast(self, num_steps: int) -> None:
+        """Do `num_steps` steps of which `can_coast` and `steps_until_shortage` promised that they are uneventful."""
+        lockstep = self.lockstep
+        idle = SchedulerOutput(self.step)
+        self._in_step = True
+        for _ in range(num_steps):
+            self.step += 1
+            if lockstep.num_needing_blocks(self.step):
+                for request in lockstep.needing_blocks(self.step):
+                    self._grow(request, idle)
+        self._in_step = False
+        self._num_executed_steps += num_steps
+
     def _join_lockstep(self, request: Request) -> None:
         del self._explicit[request.request_id]
         self.lockstep.join(request, self.step + 1)
@@ -735,6 +820,10 @@ class Scheduler:
             self.accounts.remember_cached(request, computed // self.kv.block_size * self.kv.block_size)
         if self.on_leave_lockstep is not None:
             self.on_leave_lockstep(request)
+
+    def materialise_member(self, request: Request, out: SchedulerOutput) -> None:
+        """Give one member a share of its own in the step in flight."""
+        self.materialise_lockstep(out, holding=self._table(request).ids)
 
     def materialise_lockstep(self, out: SchedulerOutput, *, holding: BlockIds) -> None:
         """Give members that hold any of these blocks a share of their own in the step in flight."""
@@ -781,6 +870,8 @@ class Scheduler:
         """The last block of a member is full: enter it under its key."""
         if not self.pool.enable_caching:
             return
+        if self._output_is_shared:
+            self._scan_settled = False
         index = table.num_blocks - 1
         if table.num_cached != index:
             self._cache_computed(request, table.num_blocks * self.kv.block_size)

@@ -37,7 +37,7 @@ class BlocksOfRequest:
 class KVCacheManager:
     """One pool, one table per request and group.
 
-    `max_in_flight_tokens`: the most tokens that steps in flight can hold (batches × token budget).
+    `max_in_flight_tokens`: the most tokens that steps in flight can hold (batches times token budget).
     """
 
     def __init__(

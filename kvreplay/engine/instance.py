@@ -1,0 +1,471 @@
+"""One engine instance in virtual time: scheduler, worker model and connector under one clock (vLLM: EngineCore).
+
+A step schedules at t0, its connector work starts at t0, and its end collects the workers' reports, applies aborts
+that came meanwhile and updates the scheduler. A step without tokens takes no time, and then the loop sleeps 1 ms; when
+its schedule changed nothing the instance parks, and wakes on that grid when something is there for it.
+
+While nothing but decoding goes on the instance *coasts*: many steps are one action. What touches it first brings it
+up to date (`catch_up`), with the step then in progress in flight.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvreplay.engine.connector import WorkerConnector
+from kvreplay.engine.log import EngineLog
+from kvreplay.engine.output import ModelRunnerOutput, RequestOutput, SchedulerOutput
+from kvreplay.engine.request import Request, RequestStatus
+from kvreplay.engine.scheduler import Scheduler
+from kvreplay.engine.worker import LateWrite, WorkerModel, WrongBlock
+from kvreplay.errors import EngineFatal
+from kvreplay.events import DETAIL_STEPS, Event
+from kvreplay.ids import NS_PER_MS
+from kvreplay.sim.event_loop import EventLoop, Timer
+
+POLL_NS = NS_PER_MS
+"""The real loop sleeps this long after a step without tokens."""
+_COAST_STEPS = 4096
+
+
+class Timing(Protocol):
+    """What a forward pass costs."""
+
+    def step_ns(self, num_prefill_tokens: int, num_decodes: int, num_kv_tokens: int) -> int: ...
+
+    def decode_run_ns(self, num_decodes: int, num_kv_tokens: int, num_steps: int) -> int: ...
+
+    def num_decode_steps_within(self, num_decodes: int, num_kv_tokens: int, span_ns: int) -> int: ...
+
+
+class Findings(Protocol):
+    """Who is told what the worker model finds."""
+
+    def wrong_block(self, instance: "Instance", wrong: WrongBlock) -> None: ...
+
+    def late_write(self, instance: "Instance", late: LateWrite) -> None: ...
+
+    def idle(self, instance: "Instance") -> None:
+        """The instance has nothing to do: a good moment to recount its pool."""
+        ...
+
+
+@dataclass(slots=True)
+class Counters:
+    """What an instance has done so far."""
+
+    steps: int = 0
+    busy_ns: int = 0
+    computed_tokens: int = 0
+    loaded_tokens: int = 0
+    peak_blocks: int = 0
+
+
+@dataclass(slots=True)
+class _Coast:
+    """Decode-only steps in one go: `num_steps` from `first_step` on, starting at `start_ns`."""
+
+    first_step: int
+    start_ns: int
+    num_decodes: int
+    num_kv_tokens: int
+    num_steps: int
+
+
+class Instance:
+    """`rank` orders instances that end a step at the same instant. `single_steps`: never coast (for tests)."""
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        loop: EventLoop,
+        scheduler: Scheduler,
+        timing: Timing,
+        log: EngineLog,
+        *,
+        workers: WorkerConnector | None = None,
+        model: WorkerModel | None = None,
+        findings: Findings | None = None,
+        single_steps: bool = False,
+    ) -> None:
+        assert rank > 0, "rank 0 is for messages"
+        self.name = name
+        self.scheduler = scheduler
+        self.counters = Counters()
+        self.is_dead = False
+        self.on_finished: Callable[[Request], None] | None = None
+        self.on_death: Callable[[], None] | None = None
+        self._rank = rank
+        self._loop = loop
+        self._timing = timing
+        self._log = log
+        self._workers = workers
+        self._model = model
+        self._findings = findings
+        self._single_steps = single_steps
+        self._arrivals: list[Request] = []
+        self._aborts: list[str] = []
+        self._in_flight: SchedulerOutput | None = None
+        self._coast: _Coast | None = None
+        self._timer: Timer | None = None
+        self._polls_from_ns: int | None = None
+        """Start of the grid on which a parked instance polls; None: it is blocked on its input queue, or busy."""
+        self._evicted_reported = 0
+        self._raise_next: EngineFatal | None = None
+
+    # =========================================================================================================
+    # From outside
+    # =========================================================================================================
+
+    @property
+    def num_requests(self) -> int:
+        """Unfinished requests, queued or running."""
+        return len(self._arrivals) + len(self.scheduler.running) + self.scheduler.num_waiting
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.num_requests and self._in_flight is None and self._coast is None
+
+    def submit(self, request: Request) -> None:
+        """A request reaches the instance's input queue."""
+        assert not self.is_dead
+        self._arrivals.append(request)
+        self.poke()
+
+    def abort(self, request_id: str) -> None:
+        assert not self.is_dead
+        self._aborts.append(request_id)
+        self.poke()
+
+    def poke(self) -> None:
+        """Something is there for the instance: a message, or a report of its workers."""
+        if self.is_dead:
+            return
+        if self._coast is not None:
+            self.catch_up()
+        elif self._in_flight is None and self._timer is None:
+            now = self._loop.now_ns
+            wake_ns = now
+            if self._polls_from_ns is not None:
+                wake_ns += (self._polls_from_ns - now) % POLL_NS
+            self._set_timer(wake_ns, self._begin_step)
+
+    def raise_in_next_step(self, exception: str, message: str) -> None:
+        """An action fault: the next step's forward pass raises."""
+        self._raise_next = EngineFatal(exception, message)
+        self.poke()
+
+    def preempt(self, request_id: str) -> bool:
+        """An action fault: take a running request's blocks as a shortage would. False if it does not run now."""
+        self.catch_up()
+        return self._in_flight is None and self.scheduler.preempt(request_id)
+
+    def kill(self, cause: str) -> None:
+        """The process is gone: every live request on it fails, nothing is sent any more."""
+        if self.is_dead:
+            return
+        self.catch_up()
+        self._sync_clock()
+        self.is_dead = True
+        self._loop.cancel(self._timer)
+        self._timer = None
+        self._in_flight = None
+        scheduler = self.scheduler
+        live = [request for request in scheduler.requests.values() if not request.status.is_finished]
+        for request in [*live, *self._arrivals]:
+            if request.lockstep_since is not None:
+                scheduler.lockstep.leave(request, scheduler.step)
+            request.status = RequestStatus.FINISHED_ERROR
+            self._log.failed(request, cause)
+        self._arrivals.clear()
+        if self.on_death is not None:
+            self.on_death()
+
+    # =========================================================================================================
+    # Steps
+    # =========================================================================================================
+
+    def _set_timer(self, time_ns: int, action: Callable[[], None]) -> None:
+        self._timer = self._loop.call_at(time_ns, action, rank=self._rank)
+
+    def _sync_clock(self) -> None:
+        self._log.now_ns = self._loop.now_ns
+        self._log.step = self.scheduler.step
+
+    def _begin_step(self) -> None:
+        self._timer = None
+        self._polls_from_ns = None
+        self._log.now_ns = self._loop.now_ns
+        self._log.step = self.scheduler.step + 1
+        try:
+            self._step()
+        except EngineFatal as death:
+            self._die(death)
+
+    def _step(self) -> None:
+        scheduler = self.scheduler
+        self._drain_input()
+        if not scheduler.has_requests:
+            self._block_on_input()
+            return
+        if not self._single_steps and scheduler.can_coast:
+            self._start_coast()
+            return
+        out = scheduler.schedule()
+        self._start_work(out)
+        if not out.total_num_scheduled_tokens:
+            progress = out.made_progress
+            progress |= self._end_step(out)
+            self._after_empty_step(progress=progress)
+            return
+        self._in_flight = out
+        duration_ns = self._timing.step_ns(out.num_prefill_tokens, out.num_decodes, out.num_kv_tokens)
+        self._note_step(out, duration_ns)
+        self._set_timer(self._loop.now_ns + duration_ns, self._finish_step)
+
+    def _drain_input(self) -> None:
+        scheduler = self.scheduler
+        if self._arrivals:
+            arrivals, self._arrivals = self._arrivals, []
+            for request in arrivals:
+                if request.num_prompt_tokens >= scheduler.config.max_model_len:
+                    self._log.rejected(request, f"prompt of {request.num_prompt_tokens} tokens: max_model_len exceeded")
+                    if self.on_finished is not None:
+                        self.on_finished(request)
+                else:
+                    scheduler.add_request(request)
+        self._apply_aborts()
+
+    def _apply_aborts(self) -> None:
+        if self._aborts:
+            aborts, self._aborts = self._aborts, []
+            for request in self.scheduler.finish_requests(aborts, RequestStatus.FINISHED_ABORTED):
+                if self.on_finished is not None:
+                    self.on_finished(request)
+
+    def _start_work(self, out: SchedulerOutput) -> None:
+        """Connector work starts with the step; what its shares compute is written at once."""
+        if self._workers is not None and out.kv_connector_metadata is not None:
+            self._workers.start_load_kv(out.kv_connector_metadata)
+        if self._model is not None:
+            self._model.execute(out)
+
+    def _note_step(self, out: SchedulerOutput, duration_ns: int) -> None:
+        counters = self.counters
+        counters.steps += 1
+        counters.busy_ns += duration_ns
+        counters.computed_tokens += out.total_num_scheduled_tokens
+        pool = self.scheduler.pool
+        counters.peak_blocks = max(counters.peak_blocks, pool.num_blocks - 1 - pool.num_free)
+        if self._log.sink.detail >= DETAIL_STEPS:
+            self._log_step(out.total_num_scheduled_tokens, len(out.shares) + out.num_lockstep, duration_ns)
+            for share in out.shares:
+                self._log.scheduled(share.request, share.num_tokens, share.start)
+
+    def _log_step(self, num_tokens: int, num_requests: int, duration_ns: int) -> None:
+        log = self._log
+        log.sink.emit(
+            Event(
+                "step",
+                log.now_ns,
+                log.instance,
+                log.step,
+                num_tokens=num_tokens,
+                num_blocks=num_requests,
+                status=str(duration_ns),
+            )
+        )
+
+    def _finish_step(self) -> None:
+        self._timer = None
+        out = self._in_flight
+        assert out is not None
+        self._in_flight = None
+        self._log.now_ns = self._loop.now_ns
+        self._log.step = out.step
+        try:
+            self._end_step(out)
+            # The next step starts where this one ends, in the same action: what lands at this instant has landed.
+            self._log.step = self.scheduler.step + 1
+            self._step()
+        except EngineFatal as death:
+            self._die(death)
+
+    def _end_step(self, out: SchedulerOutput) -> bool:
+        """Collect, abort, update. Returns whether a report came in."""
+        if self._raise_next is not None:
+            raise self._raise_next
+        reports = self._workers.get_finished(out.finished_req_ids) if self._workers is not None else None
+        self._apply_aborts()
+        outputs = self.scheduler.update_from_output(out, ModelRunnerOutput(reports))
+        if reports is not None:
+            self._note_loaded(reports.finished_recving)
+        if self._model is not None:
+            self._report_findings(outputs)
+        if self.on_finished is not None:
+            for output in outputs:
+                if output.finish_reason is not None:
+                    self.on_finished(output.request)
+        return reports is not None
+
+    def _note_loaded(self, finished_recving: list[str]) -> None:
+        for request_id in finished_recving:
+            request = self.scheduler.requests.get(request_id)
+            if request is not None and request_id not in self.scheduler.failed_recving:
+                self.counters.loaded_tokens += request.num_external_tokens
+
+    def _report_findings(self, outputs: list[RequestOutput]) -> None:
+        model, findings = self._model, self._findings
+        assert model is not None
+        emitted = [output.request.request_id for output in outputs if output.token_ids]
+        wrong = model.commit(emitted, self.scheduler.skipped)
+        if findings is None:
+            return
+        for block in wrong:
+            findings.wrong_block(self, block)
+        if model.late_writes:
+            late, model.late_writes = model.late_writes, []
+            for write in late:
+                findings.late_write(self, write)
+
+    def _after_empty_step(self, *, progress: bool) -> None:
+        """Sleep and poll again, or park until there is something to poll for."""
+        if not self.scheduler.has_requests and not self._arrivals:
+            self._block_on_input()
+            return
+        now = self._loop.now_ns
+        if progress or self._arrivals or self._aborts or (self._workers is not None and self._workers.has_report()):
+            self._set_timer(now + POLL_NS, self._begin_step)
+        else:
+            self._polls_from_ns = now
+
+    def _block_on_input(self) -> None:
+        self._polls_from_ns = None
+        if self._findings is not None:
+            self._findings.idle(self)
+
+    def _die(self, death: EngineFatal) -> None:
+        """The engine core dies of an exception, and takes every request with it."""
+        self._sync_clock()
+        self._log.crashed(death.exception, death.message)
+        self.kill(f"engine dead: {death.exception}")
+
+    # =========================================================================================================
+    # Coasting
+    # =========================================================================================================
+
+    def _start_coast(self) -> None:
+        scheduler = self.scheduler
+        lockstep = scheduler.lockstep
+        first = scheduler.step + 1
+        num_decodes = len(lockstep)
+        # The step in which a member finishes, or blocks could run out, is an ordinary one.
+        limit = min(lockstep.next_finish() - first, scheduler.steps_until_shortage(first), _COAST_STEPS)
+        if limit <= 0:
+            self._plain_step()
+            return
+        kv_tokens = lockstep.num_kv_tokens(first)
+        now = self._loop.now_ns
+        self._coast = _Coast(first, now, num_decodes, kv_tokens, limit)
+        self._set_timer(now + self._timing.decode_run_ns(num_decodes, kv_tokens, limit), self._coast_over)
+
+    def _plain_step(self) -> None:
+        out = self.scheduler.schedule()
+        self._start_work(out)
+        self._in_flight = out
+        duration_ns = self._timing.step_ns(out.num_prefill_tokens, out.num_decodes, out.num_kv_tokens)
+        self._note_step(out, duration_ns)
+        self._set_timer(self._loop.now_ns + duration_ns, self._finish_step)
+
+    def _coast_over(self) -> None:
+        coast = self._coast
+        assert coast is not None
+        self._timer = None
+        self._coast = None
+        self._perform(coast, coast.num_steps)
+        self._log.now_ns = self._loop.now_ns
+        self._log.step = self.scheduler.step + 1
+        try:
+            self._step()
+        except EngineFatal as death:
+            self._die(death)
+
+    def catch_up(self) -> None:
+        """Bring a coasting instance to this instant: past steps done, the one in progress in flight."""
+        coast = self._coast
+        if coast is None:
+            return
+        self._coast = None
+        self._loop.cancel(self._timer)
+        timing = self._timing
+        now = self._loop.now_ns
+        # A step that ends at this very instant is still in flight: its end comes after what happens now.
+        done = timing.num_decode_steps_within(coast.num_decodes, coast.num_kv_tokens, max(0, now - 1 - coast.start_ns))
+        done = min(done, coast.num_steps - 1)
+        self._perform(coast, done)
+        start_ns = coast.start_ns + timing.decode_run_ns(coast.num_decodes, coast.num_kv_tokens, done)
+        self._log.now_ns = start_ns
+        self._log.step = self.scheduler.step + 1
+        out = self.scheduler.schedule()
+        self._start_work(out)
+        self._in_flight = out
+        duration_ns = timing.step_ns(out.num_prefill_tokens, out.num_decodes, out.num_kv_tokens)
+        self._note_step(out, duration_ns)
+        self._set_timer(start_ns + duration_ns, self._finish_step)
+
+    def _perform(self, coast: _Coast, num_steps: int) -> None:
+        """What `num_steps` of the coast's steps did."""
+        if not num_steps:
+            return
+        timing, counters = self._timing, self.counters
+        if self._log.wants_steps:
+            self._perform_openly(coast, num_steps)
+        else:
+            self.scheduler.coast(num_steps)
+        counters.steps += num_steps
+        counters.busy_ns += timing.decode_run_ns(coast.num_decodes, coast.num_kv_tokens, num_steps)
+        counters.computed_tokens += num_steps * coast.num_decodes
+        pool = self.scheduler.pool
+        counters.peak_blocks = max(counters.peak_blocks, pool.num_blocks - 1 - pool.num_free)
+
+    def _perform_openly(self, coast: _Coast, num_steps: int) -> None:
+        """With an event per step."""
+        log = self._log
+        start_ns = coast.start_ns
+        for index in range(num_steps):
+            kv_tokens = coast.num_kv_tokens + index * coast.num_decodes
+            duration_ns = self._timing.step_ns(0, coast.num_decodes, kv_tokens)
+            log.now_ns, log.step = start_ns, coast.first_step + index
+            self.scheduler.coast(1)
+            self._log_step(coast.num_decodes, coast.num_decodes, duration_ns)
+            start_ns += duration_ns
+
+    # =========================================================================================================
+    # Reports
+    # =========================================================================================================
+
+    def sample_usage(self) -> None:
+        """Emit the gauges and counters at this instant."""
+        if not self.is_dead:
+            self.catch_up()
+        log, scheduler, counters = self._log, self.scheduler, self.counters
+        log.now_ns = self._loop.now_ns
+        pool = scheduler.pool
+        values = {
+            "running": len(scheduler.running),
+            "waiting": scheduler.num_waiting + len(self._arrivals),
+            "deferred": len(scheduler.deferred_waiting),
+            "blocks": pool.num_blocks - 1 - pool.num_free,
+            "peak_blocks": counters.peak_blocks,
+            "steps": counters.steps,
+            "busy_ns": counters.busy_ns,
+            "computed_tokens": counters.computed_tokens,
+            "loaded_tokens": counters.loaded_tokens,
+            "preemptions": scheduler.num_preemptions,
+            "num_gpu_blocks": pool.num_blocks,
+        }
+        for name, value in values.items():
+            log.usage(name, value)
+        log.evicted(pool.num_evicted - self._evicted_reported, 0, "capacity")
+        self._evicted_reported = pool.num_evicted

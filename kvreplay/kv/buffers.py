@@ -1,0 +1,106 @@
+"""KV contents: one 64-bit word per token slot, in torch tensors that share numpy's memory.
+
+A word is the fingerprint of (prefix, position, group). Whoever computes a token after reading something wrong writes
+a wrong word too. Nothing here knows requests: the worker model says who writes and reads what.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.content import Content, WordArray
+from kvreplay.kv.memory import BlockIds as AnyBlockIds
+from kvreplay.kv.memory import Provenance
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_GROUP_STEP = 0x9E3779B97F4A7C15
+_TAINT_STEP = 0xD1B54A32D192ED03
+_MASK = (1 << 64) - 1
+
+
+class KVBuffers:
+    """The blocks of one rank, over all groups: `tensor` has shape [num_blocks, block_size], int64.
+
+    Fresh memory holds zeros, which are nobody's contents.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self.block_size = block_size
+        self.tensor: Tensor = torch.zeros((num_blocks, block_size), dtype=torch.int64)
+        self.words: WordArray = self.tensor.numpy().view(np.uint64)
+        self.provenance: dict[int, Provenance] = {}
+        """Blocks whose words a fault has changed, or that were written by someone without the right to."""
+        self.derived: dict[int, int] = {}
+        """Blocks written by someone who had read wrong contents → the block that was wrong first."""
+        self.reported: set[int] = set()
+        """Wrong blocks that a finding has named; forgotten when they are written again."""
+
+    # -- computed tokens --------------------------------------------------------------------------------------
+
+    def write(self, table: BlockIds, content: Content, group: int, start: int, end: int, taint: int = 0) -> None:
+        """Tokens [start, end) are computed into the blocks of `table`; wrongly if `taint` is not 0."""
+        words = self._expected(content, group, start, end)
+        if taint:
+            words = words + np.uint64(taint * _TAINT_STEP & _MASK | 1)
+        first, last = start // self.block_size, -(-end // self.block_size)
+        block_ids = table[first:last]
+        self._forget_history(block_ids)
+        head, tail = start - first * self.block_size, last * self.block_size - end
+        if not head and not tail:
+            self.words[block_ids] = words.reshape(-1, self.block_size)
+            return
+        slots = (block_ids.astype(np.int64)[:, None] * self.block_size + np.arange(self.block_size)).ravel()
+        self.words.reshape(-1)[slots[head : len(slots) - tail]] = words
+
+    def wrong_positions(
+        self, table: BlockIds, content: Content, group: int, start: int, end: int
+    ) -> NDArray[np.int64] | None:
+        """Positions in [start, end) whose words are not what right contents give; None if all are right."""
+        expected = self._expected(content, group, start, end)
+        first, last = start // self.block_size, -(-end // self.block_size)
+        found = self.words[table[first:last]].reshape(-1)
+        head = start - first * self.block_size
+        differs = found[head : head + (end - start)] != expected
+        if not differs.any():
+            return None
+        positions: NDArray[np.int64] = differs.nonzero()[0] + start
+        return positions
+
+    def taint_of(self, table: BlockIds, positions: NDArray[np.int64]) -> int:
+        """A digest of the wrong words at these positions, never 0."""
+        words = self.words[table[positions // self.block_size], positions % self.block_size]
+        mixed = np.bitwise_xor.reduce(words * (positions.astype(np.uint64) * np.uint64(2) + np.uint64(1)))
+        return int(mixed) | 1
+
+    @staticmethod
+    def _expected(content: Content, group: int, start: int, end: int) -> WordArray:
+        words = content.fingerprints(start, end)
+        if group:
+            words = words + np.uint64(group * _GROUP_STEP & _MASK)
+        return words
+
+    def _forget_history(self, block_ids: BlockIds) -> None:
+        if self.provenance or self.derived or self.reported:
+            for block_id in block_ids.tolist():
+                self.reported.discard(block_id)
+                self.provenance.pop(block_id, None)
+                self.derived.pop(block_id, None)
+
+    # -- transfers --------------------------------------------------------------------------------------------
+
+    def read_blocks(self, group: int, block_ids: AnyBlockIds) -> WordArray:
+        """The blocks' words now, as a copy of shape [number of blocks, block size]."""
+        copy: WordArray = self.words[np.asarray(block_ids, np.int64)]
+        return copy
+
+    def write_blocks(self, group: int, block_ids: AnyBlockIds, words: WordArray) -> None:
+        ids = np.asarray(block_ids, np.int64)
+        self.words[ids] = words
+        self._forget_history(ids.astype(np.int32))
