@@ -26,4 +26,4 @@ def main() -> NoReturn:
 
 
 def _nowhere() -> TextIO:
-    return Path(os.devnull).open("w")  # noqa: SIM115 - for as long as the process lives
+    return Path(os.devnull).open("w")

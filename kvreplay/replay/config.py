@@ -5,21 +5,21 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Final, Literal, TypeAlias
 
+from kvreplay.connectors.mooncake.config import MooncakeConfig
 from kvreplay.engine.config import CacheConfig, SchedulerConfig
 from kvreplay.errors import ConfigError
 from kvreplay.kv.specs import SLIDING_WINDOW, KVCacheGroupSpec
 from kvreplay.replay.network import LinkTiming
 from kvreplay.replay.timing import StepTiming
 
-NS_PER_SECOND: Final = 1_000_000_000
-
 MAX_BLOCKS: Final = 1 << 24
 """Per instance. Their contents take 2 GiB with 16-token blocks; no real pool comes near."""
 MAX_INSTANCES: Final = 1024
 
+ConnectorKind: TypeAlias = Literal["none", "mooncake"]
 Role: TypeAlias = Literal["engine", "prefill", "decode"]
 Policy: TypeAlias = Literal["fail", "recompute"]
 Routing: TypeAlias = Literal["round_robin", "least_loaded"]
@@ -46,38 +46,24 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MooncakeOptions:
-    """vLLM's names: VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, VLLM_MOONCAKE_CONNECTOR_TIMEOUT (seconds), and
-    `num_workers`, `mooncake_protocol` of `kv_connector_extra_config`."""
+class ConnectorConfig:
+    """`kv_load_failure_policy` None: what the profile says, else vLLM's default (`LoadedConfig.policy` is the outcome).
 
-    abort_request_timeout: int = 480
-    connector_timeout: float = 30.0
-    num_workers: int = 10
-    mooncake_protocol: str = "rdma"
+    `options` are the kind's own, None for `none`; in a file they stand beside `kind`.
+    """
+
+    kind: ConnectorKind = "none"
+    kv_load_failure_policy: Policy | None = None
+    options: MooncakeConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in ("abort_request_timeout", "connector_timeout", "num_workers"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"connector.mooncake.{name} must be > 0, got {getattr(self, name)}")
-        if self.num_workers > 1024:
-            raise ConfigError(f"connector.mooncake.num_workers must be <= 1024, got {self.num_workers}")
+        assert (self.kind == "mooncake") == isinstance(self.options, MooncakeConfig)
 
     @property
-    def abort_request_timeout_ns(self) -> int:
-        return self.abort_request_timeout * NS_PER_SECOND
-
-    @property
-    def connector_timeout_ns(self) -> int:
-        return round(self.connector_timeout * NS_PER_SECOND)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectorConfig:
-    """`kv_load_failure_policy` None: what the profile says, else vLLM's default (`Loaded.policy` is the outcome)."""
-
-    kind: Literal["none", "mooncake"] = "none"
-    kv_load_failure_policy: Policy | None = None
-    mooncake: MooncakeOptions = field(default_factory=MooncakeOptions)
+    def mooncake(self) -> MooncakeConfig:
+        """The options, where `kind` is `mooncake`."""
+        assert self.options is not None
+        return self.options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,9 +155,11 @@ class ReplayConfig:
 
     def to_document(self) -> dict[str, Any]:
         """Nested tables with every value spelled out: what roles share at the top, the rest per role."""
+        connector = _table(self.connector)
+        options = connector.pop("options") or {}
         document: dict[str, Any] = {
             "model": _table(self.model),
-            "connector": _table(self.connector),
+            "connector": {**connector, **options},
             "topology": _table(self.topology),
             "network": _table(self.network),
             "kv": _table(self.kv),
@@ -215,9 +203,13 @@ def _blocks_of_longest_request(group: KVCacheGroupSpec, scheduler: SchedulerConf
     return -(-reach // group.block_size) + 1
 
 
-def _table(record: Any) -> Any:  # noqa: ANN401 - any dataclass, recursively
+def _table(record: Any) -> Any:  # noqa: ANN401 - any dataclass, recursively; 480 for a float becomes 480.0
     if is_dataclass(record):
-        return {item.name: _table(getattr(record, item.name)) for item in fields(record)}
+        return {
+            item.name: _table(float(value) if item.type is float else value)
+            for item in fields(record)
+            for value in (getattr(record, item.name),)
+        }
     if isinstance(record, tuple):
         return [_table(item) for item in record]
     return record

@@ -9,19 +9,21 @@ import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from kvreplay.behaviour import DEFAULT_PROFILE, Behaviour, nearest
 from kvreplay.behaviour import profile as profile_named
+from kvreplay.connectors.mooncake.config import MooncakeConfig
 from kvreplay.engine.config import CacheConfig, SchedulerConfig
 from kvreplay.errors import ConfigError
 from kvreplay.kv.specs import KVCacheGroupSpec
 from kvreplay.replay.config import (
     DEFAULT_POLICY,
     ConnectorConfig,
+    ConnectorKind,
     KvConfig,
     ModelConfig,
     Policy,
@@ -56,7 +58,9 @@ _SECTIONS: Final[dict[str, type]] = {
     **_ROLE_SECTIONS,
 }
 _ROLES: Final = ("prefill", "decode")
-_FROM_ELSEWHERE: Final = {"scheduler": ("max_model_len",)}
+_OPTIONS: Final[dict[str, type]] = {"mooncake": MooncakeConfig}
+"""Kind of connector → its own keys in `[connector]`."""
+_FROM_ELSEWHERE: Final = {"scheduler": ("max_model_len",), "connector": ("options",)}
 """Fields that are not keys of their own table."""
 _EXTRA_KEYS: Final[dict[str, dict[str, Any]]] = {
     "model": {"preset": str, "block_size": int},
@@ -154,20 +158,19 @@ def config_from_document(document: Document, source: str, sets: Sequence[str] = 
     try:
         return _build(document, source)
     except ConfigError as error:
-        message = str(error)
-        if message.startswith(f"{source}:"):
-            raise
+        message = str(error).removeprefix(f"{source}: ")
         raise ConfigError(f"{_blamed(message, source, sets)}: {message}") from error
 
 
 def _blamed(message: str, source: str, sets: Sequence[str]) -> str:
-    """What to mend. A record's own check names section and key: if --set gave that key, the flag."""
+    """What to mend: the --set that gave the key that the message names first, else the file."""
     places = {}
     for assignment in sets:
         _, path = _split_role(assignment.partition("=")[0].split("."))
-        place = message.find(".".join(path))
-        if place >= 0:
-            places[assignment] = place
+        # As a record's own check, and as the reading of its table names it.
+        for name in (".".join(path), f"[{'.'.join(path[:-1])}] {path[-1]}"):
+            if name in message:
+                places[assignment] = message.index(name)
     if places:
         return f"--set {min(places, key=places.__getitem__)}"
     return " ".join([source, *(f"--set {assignment}" for assignment in sets)])
@@ -231,7 +234,7 @@ def _parse_json(text: str, source: str) -> Document:
 
 
 def _apply(document: Document, dotted: str, text: str, where: str) -> None:
-    """Put a typed value at `[role.]section.key[.key]`."""
+    """Put a typed value at `[role.]section.key`."""
     role, path = _split_role(dotted.split("."))
     known = _settable()
     key = ".".join(path)
@@ -272,15 +275,14 @@ def _drop(table: Document, path: list[str]) -> None:
 
 @cache
 def _settable() -> dict[str, Any]:
-    """Every key that --set knows, `section.key[.key]`, with its type."""
+    """Every key that --set knows, `section.key`, with its type."""
     known: dict[str, Any] = {}
     for section, record in _SECTIONS.items():
         keys = {**field_types(record, without=_FROM_ELSEWHERE.get(section, ())), **_EXTRA_KEYS.get(section, {})}
         for key, hint in keys.items():
-            if isinstance(hint, type) and is_dataclass(hint):
-                known.update({f"{section}.{key}.{name}": inner for name, inner in field_types(hint).items()})
-            else:
-                known[f"{section}.{key}"] = hint
+            known[f"{section}.{key}"] = hint
+    for options in _OPTIONS.values():
+        known.update({f"connector.{key}": hint for key, hint in field_types(options).items()})
     del known["model.groups"]  # tables, not one value
     return known
 
@@ -296,7 +298,7 @@ def _build(document: Document, source: str) -> ReplayConfig:
             raise ConfigError(f"{source}: [{role}]: the topology has no {role} instances")
     return ReplayConfig(
         model=model,
-        connector=build(ConnectorConfig, document["connector"], f"{source}: [connector]"),
+        connector=_build_connector(document["connector"], f"{source}: [connector]"),
         topology=topology,
         network=build(LinkTiming, _expanded("network", document["network"], source), f"{source}: [network]"),
         kv=build(KvConfig, document["kv"], f"{source}: [kv]"),
@@ -347,6 +349,18 @@ def _build_model(table: Document, where: str) -> ModelConfig:
         convert(table.get("groups", []), tuple[KVCacheGroupSpec, ...], f"{where} groups")
         table["groups"] = [{**group, "block_size": block_size} for group in table.get("groups", [])]
     return build(ModelConfig, table, where)
+
+
+def _build_connector(table: Document, where: str) -> ConnectorConfig:
+    kind = convert(table.get("kind", "none"), ConnectorKind, f"{where} kind")
+    if kind not in _OPTIONS:
+        return build(ConnectorConfig, table, where, extra={"options": None})
+    own = field_types(_OPTIONS[kind])
+    common = field_types(ConnectorConfig, without=("options",))
+    check_keys(table, [*common, *own], where)
+    options: object = build(_OPTIONS[kind], {key: value for key, value in table.items() if key in own}, where)
+    shared = {key: value for key, value in table.items() if key in common}
+    return build(ConnectorConfig, shared, where, extra={"options": options})
 
 
 def _resolve_policy(

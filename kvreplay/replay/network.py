@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvreplay.errors import ConfigError
+from kvreplay.ids import NS_PER_S, NS_PER_US
+from kvreplay.sim.bus import owner_of
 from kvreplay.sim.envelope import Envelope
-
-NS_PER_SECOND: Final = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,15 +26,7 @@ class LinkTiming:
 
     def transfer_ns(self, size_bytes: int) -> int:
         """How long the link is busy with so many bytes, rounded up."""
-        return -(-size_bytes * NS_PER_SECOND // self.bandwidth_bytes_per_s)
-
-
-def instance_of_address(address: str) -> str:
-    """The instance that an address belongs to: what stands before the first `/`, `.` or `:`."""
-    for index, character in enumerate(address):
-        if character in "/.:":
-            return address[:index]
-    return address
+        return -(-size_bytes * NS_PER_S // self.bandwidth_bytes_per_s)
 
 
 class LinkNetwork:
@@ -44,7 +36,7 @@ class LinkNetwork:
     everything is instant.
     """
 
-    def __init__(self, link: LinkTiming, instance_of: Callable[[str], str] = instance_of_address) -> None:
+    def __init__(self, link: LinkTiming, instance_of: Callable[[str], str] = owner_of) -> None:
         self._link = link
         self._instance_of = instance_of
         self._instances: dict[str, str] = {}
@@ -76,7 +68,7 @@ class NetworkPreset:
     """Which public numbers it comes from, and how."""
 
 
-_RPC_LATENCY_NS: Final = 100_000
+_RPC_LATENCY_NS: Final = 100 * NS_PER_US
 _MEASURED: Final = (
     "The Mooncake project's README: its transfer engine moves 40 GB (LLaMA3-70B KV of 128k tokens) at {speed} over "
     "{nics} RoCE, {share} of the line rate. Latency: 100 us, an assumption for one small message through two Python "

@@ -6,7 +6,7 @@ import pytest
 
 from kvreplay.errors import ConfigError
 from kvreplay.kv.specs import SLIDING_WINDOW, KVCacheGroupSpec
-from kvreplay.replay.config import MooncakeOptions, check_role
+from kvreplay.replay.config import check_role
 from kvreplay.replay.config_load import config_from_json, load_config, preset_names
 from kvreplay.replay.presets import MODEL_PRESETS, packaged_folder, packaged_names
 
@@ -60,11 +60,6 @@ def test_model_presets_say_their_source() -> None:
     sizes = {name: preset.groups[0].bytes_per_token for name, preset in MODEL_PRESETS.items()}
     assert sizes == {"llama-70b": 80 * 8 * 128 * 2 * 2, "deepseek-mla": 61 * 576 * 2}
     assert all("config.json" in preset.source for preset in MODEL_PRESETS.values())
-
-
-def test_timeouts_are_whole_nanoseconds() -> None:
-    options = MooncakeOptions(connector_timeout=0.1)
-    assert (options.abort_request_timeout_ns, options.connector_timeout_ns) == (480_000_000_000, 100_000_000)
 
 
 def refused(*sets: str, name: str = "single") -> str:

@@ -110,7 +110,7 @@ def test_set_values_take_the_fields_type() -> None:
         "cache.prefix_cache_retention_interval=none",
         "cache.enable_prefix_caching=false",
         "scheduler.watermark=0",
-        "connector.mooncake.connector_timeout=2",
+        "connector.connector_timeout=2",
         "model.block_size=32",
         "kv.check=every-read",
     ]
@@ -136,6 +136,8 @@ def test_set_values_take_the_fields_type() -> None:
         ("scheduler.enable_chunked_prefill=1", "expected true or false, got '1'"),
         ("kv.check=of", "expected one of on, off, every-read, got 'of'; did you mean 'off'?"),
         ("timing.preset=h100", "timing.preset: no preset 'h100'; known are llama-70b-8xh100, deepseek-v3-8xh800"),
+        ("connector.num_workers=0", "connector.num_workers must be > 0, got 0"),
+        ("connector.abort_timeout=1", "unknown key; did you mean 'connector.abort_request_timeout'?"),
         ("decode.cache.num_gpu_blocks=1", "cache.num_gpu_blocks must be >= 2, got 1"),
     ],
 )
@@ -160,7 +162,6 @@ def test_a_wrong_set_is_named(assignment: str, message: str) -> None:
         ("[decode.cache]\nblocks = 1\n", " [decode.cache] blocks: unknown key; did you mean 'num_gpu_blocks'?"),
         ("[decode]\ncache = 3\n", " [decode.cache]: expected a table, got 3"),
         ("kv = 3\n", " [kv]: expected a table, got 3"),
-        ("[connector.mooncake]\nnum_workers = 0\n", " connector.mooncake.num_workers must be > 0, got 0"),
         ("[kv]\ncheck = 3\n", " [kv] check: expected one of on, off, every-read, got 3"),
         ("x = [\n", " not TOML: Invalid value (at line 3, column 2)"),
     ],
@@ -169,6 +170,16 @@ def test_a_wrong_file_is_named_with_table_and_key(write: WriteConfig, text: str,
     # A bare key must stand before the first table.
     path = write(text + MINIMAL if not text.startswith("[") else MINIMAL + text)
     assert refused(path) == f"{path}:{message}"
+
+
+def test_options_stand_beside_their_kind_of_connector(write: WriteConfig) -> None:
+    path = write(MINIMAL.replace('"mooncake"', '"mooncake"\nabort_request_timeout = 60'))
+    assert load_config(path).config.connector.mooncake.abort_request_timeout_ns == 60_000_000_000
+    path = write(MINIMAL.replace('"mooncake"', '"mooncake"\nabort_timeout = 60'))
+    message = f"{path}: [connector] abort_timeout: unknown key; did you mean 'abort_request_timeout'?"
+    assert refused(path) == message
+    with pytest.raises(ConfigError, match=r"^--set connector.num_workers=3: \[connector\] num_workers: unknown key"):
+        load_config("single", sets=["connector.num_workers=3"])
 
 
 def test_missing_keys_are_named(write: WriteConfig) -> None:
