@@ -87,7 +87,7 @@ def test_quiet_ends(
 @pytest.mark.parametrize(
     ("arguments", "start", "command_path"),
     [
-        (["profile"], "error: no such command 'profile'. Did you mean 'profiles'?", "kvreplay"),
+        (["profile"], "error: no such command 'profile'", "kvreplay"),
         (["profiles", "--jsn"], "error: no such option: --jsn", "kvreplay profiles"),
         (["profiles", "x"], "error: got unexpected extra argument", "kvreplay profiles"),
     ],
