@@ -1,0 +1,52 @@
+"""`kvreplay report`."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvreplay.cli.common import JsonOption, make_console
+from kvreplay.errors import TraceError
+
+if TYPE_CHECKING:
+    from kvreplay.verdict.model import Summary
+
+
+def report(
+    trace: Annotated[Path, typer.Argument(help="Trace that a run wrote (run ... -o TRACE).", metavar="TRACE")],
+    *,
+    as_json: JsonOption = False,
+    width: Annotated[
+        int | None, typer.Option("--width", min=40, help="Columns to print. Default: as wide as the terminal.")
+    ] = None,
+) -> None:
+    """Print the report of a run again, from its trace, and exit with the status that the run had."""
+    summary = read_summary(trace)
+    if as_json:
+        from kvreplay.report.json_report import write_json
+
+        write_json(summary, sys.stdout)
+    else:
+        from kvreplay.report.terminal import print_report
+
+        console = make_console()
+        if width is not None:
+            console.width = width
+        print_report(summary, console)
+    raise typer.Exit(summary.exit_status)
+
+
+def read_summary(trace: Path) -> "Summary":
+    """The summary that a run left in its trace. Raises TraceError if there is none, or none that can be read."""
+    from kvreplay.trace.reader import read_trace
+    from kvreplay.verdict.model import summary_from_json
+
+    frame = read_trace(trace).frame(["kind", "cause"])
+    stored = frame.filter(frame["kind"] == "run.summary")["cause"].drop_nulls()
+    if stored.is_empty():
+        raise TraceError(f"{trace}: no run.summary: it is not the output of a run; replay it first (kvreplay run)")
+    try:
+        return summary_from_json(stored[-1])
+    except TraceError as error:
+        raise TraceError(f"{trace}: {error}") from error

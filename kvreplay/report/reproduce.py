@@ -1,0 +1,40 @@
+"""The command line that gives the same run again."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+
+from kvreplay.verdict.model import InEffect
+from kvreplay.verdict.verdict import DEFAULT_FAIL_ON
+
+_DEFAULTS = InEffect(trace="", config="", config_origin="", profile="", profile_origin="", policy="", policy_origin="")
+
+
+def command(in_effect: InEffect) -> str:
+    """As short as it can be: what came from elsewhere than the command line comes from there again."""
+    return shlex.join(["kvreplay", "run", in_effect.trace, *_options(in_effect)])
+
+
+def _options(in_effect: InEffect) -> Iterator[str]:
+    for flag, value, origin in (
+        ("--config", in_effect.config, in_effect.config_origin),
+        ("--profile", in_effect.profile, in_effect.profile_origin),
+        ("--policy", in_effect.policy, in_effect.policy_origin),
+    ):
+        if origin == flag:
+            yield from (flag, value)
+    yield from _each("--set", in_effect.settings)
+    yield from _each("--behaviour", in_effect.behaviours)
+    yield from _each("--plan", [in_effect.plan] if in_effect.plan else [])
+    yield from _each("--inject", in_effect.injected)
+    if in_effect.limit is not None:
+        yield from ("--limit", str(in_effect.limit))
+    if in_effect.fail_on and tuple(in_effect.fail_on) != DEFAULT_FAIL_ON:
+        yield from ("--fail-on", ",".join(in_effect.fail_on))
+    if in_effect.overdue_after_s != _DEFAULTS.overdue_after_s:
+        yield from ("--overdue-after", f"{in_effect.overdue_after_s:g}")
+    yield from ("--seed", str(in_effect.seed))
+
+
+def _each(flag: str, values: Sequence[str]) -> Iterator[str]:
+    for value in values:
+        yield from (flag, value)

@@ -1,0 +1,41 @@
+"""How numbers and foreign text are written in a report."""
+
+from collections.abc import Mapping
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def share(part: float, whole: float) -> str:
+    if not whole:
+        return "-"
+    return "< 0.1 %" if 0 < part / whole < 0.0005 else f"{100 * part / whole:.1f} %"
+
+
+def duration(seconds: float | None) -> str:
+    """Three or four digits that matter: `8.25 ms`, `12.4 s`, `3,601 s`."""
+    if seconds is None:
+        return "-"
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else "1.00 s"
+    digits = 2 if seconds < 10 else 1 if seconds < 1000 else 0
+    return f"{seconds:,.{digits}f} s"
+
+
+def instant(seconds: float) -> str:
+    """A moment of the run, as exact as it takes to find it in the trace."""
+    return f"{seconds:,.3f} s"
+
+
+def listed(counts: Mapping[str, int]) -> str:
+    """`240 failed, 3 stalled`; the most first."""
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count:,} {name}" for name, count in ordered)
+
+
+def safe(text: str) -> str:
+    """`text` on one line and without anything that a terminal would obey: a trace may come from anywhere."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
