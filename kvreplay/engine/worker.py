@@ -56,13 +56,19 @@ class _Suspect:
 
 
 class WorkerModel:
-    """One rank's forward passes. `every_read`: verify every position at every step, to test the shortcuts."""
+    """One rank's forward passes.
 
-    def __init__(self, scheduler: Scheduler, buffers: KVBuffers, *, output_is_shared: bool, every_read: bool) -> None:
+    Keys from `first_output_key` on stand for blocks that end in generated tokens. `every_read`: verify every
+    position at every step, to test the shortcuts.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, buffers: KVBuffers, *, first_output_key: int = 0, every_read: bool = False
+    ) -> None:
         self.scheduler = scheduler
         self.buffers = buffers
         self.every_read = every_read
-        self._output_is_shared = output_is_shared
+        self._first_output_key = first_output_key
         self._suspects: list[_Suspect] = []
         self.late_writes: list[LateWrite] = []
         self.num_derived = 0
@@ -109,13 +115,19 @@ class WorkerModel:
         return min(manager.skipped_tokens(num_computed_tokens) for manager in self.scheduler.kv.managers)
 
     def _verify(self, request: Request, start: int, end: int, *, is_hit: bool) -> None:
-        if self._output_is_shared and is_hit:
+        if is_hit and self._hits_output(request, start, end):
             self._flush_members()
         for group, table in enumerate(self.scheduler.kv.block_arrays(request.request_id)):
             first = max(start, self.scheduler.kv.managers[group].skipped_tokens(end))
             positions = self.buffers.wrong_positions(table, request.content, group, first, end)
             if positions is not None:
                 self._suspect(request, group, table, positions, is_hit=is_hit)
+
+    def _hits_output(self, request: Request, start: int, end: int) -> bool:
+        """Whether a block of [start, end) may be somebody's output, and so not written yet."""
+        block_size = self.buffers.block_size
+        keys = request.content.block_keys[start // block_size : end // block_size]
+        return bool(len(keys)) and int(keys.max()) >= self._first_output_key
 
     def _suspect(
         self, request: Request, group: int, table: BlockIds, positions: NDArray[np.int64], *, is_hit: bool

@@ -127,8 +127,9 @@ class BlockPool:
             block_id = queue[head]
         self._head = head + 1
         self.num_free -= 1
-        if self._key_view[block_id] != NO_KEY:
-            self._evict_reused(np.array([block_id], np.int32))
+        key = self._key_view[block_id]
+        if key != NO_KEY:
+            self._evict_reused_one(block_id, key)
         self._ref_view[block_id] = 1
         return block_id
 
@@ -252,6 +253,17 @@ class BlockPool:
             self._forget(cached)
             if self.on_evict is not None:
                 self.on_evict(cached)
+
+    def _evict_reused_one(self, block_id: int, key: int) -> None:
+        self.num_evicted += 1
+        self._key_view[block_id] = NO_KEY
+        if self._twins and self._has_twin[block_id]:
+            self._remove_twin(key, block_id)
+        else:
+            self._first_view[key] = 0
+            self.num_cached_keys -= 1
+        if self.on_evict is not None:
+            self.on_evict(np.array([block_id], np.int32))
 
     def _forget(self, block_ids: BlockIds) -> None:
         keys = self.keys[block_ids]

@@ -336,11 +336,16 @@ class TokenIndex:
         assert hash_block_size > 0
         self.hash_block_size = hash_block_size
         self._keys: dict[tuple[int | None, tuple[int, ...], str | None], int] = {}
+        self._segments: dict[int, int] = {}
 
     @property
     def num_keys(self) -> int:
         """Grows while contents do."""
         return len(self._keys)
+
+    @property
+    def num_segments(self) -> int:
+        return len(self._segments)
 
     def content(self, prompt: Iterable[int], salt: str | None = None) -> "TokenContent":
         return TokenContent(self, list(prompt), salt)
@@ -348,6 +353,10 @@ class TokenIndex:
     def key(self, parent: int | None, tokens: tuple[int, ...], salt: str | None) -> int:
         identity = (parent, tokens, salt if parent is None else None)
         return self._keys.setdefault(identity, len(self._keys))
+
+    def segment(self, word: int) -> int:
+        """Every token is a segment of its own, named by its word."""
+        return self._segments.setdefault(word, len(self._segments))
 
 
 class TokenContent:
@@ -388,6 +397,14 @@ class TokenContent:
         if len(self._block_keys) != len(self._keys):
             self._block_keys = np.array(self._keys, np.int64)
         return self._block_keys
+
+    @property
+    def segment_ids(self) -> NDArray[np.int64]:
+        return np.array([self._index.segment(word) for word in self._words], np.int64)
+
+    @property
+    def segment_starts(self) -> NDArray[np.int64]:
+        return np.arange(len(self._words))
 
     def fingerprints(self, start: int, end: int) -> WordArray:
         assert 0 <= start <= end <= len(self._words)
