@@ -36,6 +36,7 @@ class Bus:
         self.interceptor: Interceptor | None = None
         self._handlers: dict[str, Handler] = {}
         self._askers: dict[str, Asker] = {}
+        self._refused: dict[str, Handler] = {}
         self._controllers: dict[str, Controller] = {}
         self.num_undeliverable = 0
         self._num_cuts = 0
@@ -43,9 +44,12 @@ class Bus:
 
     # -- addresses ---------------------------------------------------------------------------------------
 
-    def listen(self, address: str, handler: Handler) -> None:
+    def listen(self, address: str, handler: Handler, *, refused: Handler | None = None) -> None:
+        """Take what is sent to `address`; `refused` gets back what it sends and nobody takes."""
         assert address not in self._handlers, f"address {address} is taken"
         self._handlers[address] = handler
+        if refused is not None:
+            self._refused[address] = refused
 
     def serve(self, address: str, asker: Asker) -> None:
         assert address not in self._askers, f"address {address} is taken"
@@ -55,6 +59,7 @@ class Bus:
         """Stop listening: the process behind the address is gone."""
         self._handlers.pop(address, None)
         self._askers.pop(address, None)
+        self._refused.pop(address, None)
 
     def control(self, address: str, controller: Controller) -> None:
         self._controllers[address] = controller
@@ -109,16 +114,22 @@ class Bus:
         if num_cuts != self._num_cuts and num_cuts < max(
             self._cuts.get(owner_of(envelope.source), 0), self._cuts.get(owner_of(envelope.destination), 0)
         ):
-            self.num_undeliverable += 1
+            self._refuse(envelope)
             return
         self.deliver(envelope)
 
     def deliver(self, envelope: Envelope) -> None:
         handler = self._handlers.get(envelope.destination)
         if handler is None:
-            self.num_undeliverable += 1
+            self._refuse(envelope)
             return
         handler(envelope)
+
+    def _refuse(self, envelope: Envelope) -> None:
+        self.num_undeliverable += 1
+        refused = self._refused.get(envelope.source)
+        if refused is not None:
+            refused(envelope)
 
     def ask(self, envelope: Envelope) -> Answer:
         """A synchronous question: an answer, an answer after a delay that the caller's step pays, or never.

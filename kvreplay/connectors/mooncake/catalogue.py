@@ -15,6 +15,7 @@ import msgspec
 
 from kvreplay.connectors.mooncake.structs import (
     BootstrapAnswer,
+    MooncakeXferMetadata,
     MooncakeXferResponse,
     MooncakeXferResponseStatus,
     WriteData,
@@ -78,7 +79,7 @@ def _names_completed(envelope: Envelope, settings: Settings) -> bool:
 
 def _drawn_completed(envelope: Envelope, settings: Settings, draw: int) -> tuple[str, ...]:
     """The requests of this reply that are among those drawn from the whole pull."""
-    wanted = [name for name in envelope.request_ids if fnmatchcase(name, settings["request"] or "*")]
+    wanted = [name for name in settings["requests"] if fnmatchcase(name, settings["request"] or "*")]
     share = settings["share"]
     count = 1 if share is None else ceil(share * len(wanted))
     drawn = sorted(wanted, key=lambda name: stable_hash(draw, name))[:count]
@@ -131,6 +132,12 @@ def _error_after(envelope: Envelope, settings: Settings) -> bool:
     return bool(envelope.reply_index >= settings["replies"])
 
 
+def _all_of_pull(envelope: Envelope, settings: Settings, draw: int) -> tuple[str, ...]:
+    """What is not settled when the conversation breaks; what earlier replies have settled is among it."""
+    requests: tuple[str, ...] = settings["requests"]
+    return requests
+
+
 def _fail_reply(envelope: Envelope, settings: Settings, draw: int) -> list[Delivery]:
     return [Delivery(replace(envelope, payload=_error(settings)))]
 
@@ -163,6 +170,14 @@ def _refuse_pull(envelope: Envelope, settings: Settings, draw: int) -> list[Deli
 
 def _is_early_attempt(envelope: Envelope, settings: Settings) -> bool:
     return bool(envelope.attempt < settings["times"])
+
+
+def _relies_on_layout(envelope: Envelope, settings: Settings) -> bool:
+    """A first attempt without the layout, or the one after it, which has it."""
+    if isinstance(envelope.payload, bytes):
+        return False
+    pull: MooncakeXferMetadata = envelope.payload
+    return _is_early_attempt(envelope, settings) and (envelope.attempt > 0 or not pull.kv_caches_base_addr)
 
 
 def _miss_layout(envelope: Envelope, settings: Settings, draw: int) -> list[Delivery]:
@@ -316,6 +331,7 @@ _SHORT_NAMES: Final = (
         survives="only the listed requests fail or are recomputed; the others keep what they got",
         settings={"share": _SHARE, "message": _MESSAGE},
         transform=_fail_drawn,
+        opened_by=PULL_REQUEST,
         victims=_drawn_completed,
         selects=_names_completed,
         whole_conversation=True,
@@ -445,7 +461,7 @@ _PULLS: Final = (
         survives="once: nothing is seen of it; twice: as error-response",
         settings={"times": Setting(default=1, unit="attempts", minimum=1, doc="how often in one pull")},
         transform=_miss_layout,
-        selects=_is_early_attempt,
+        selects=_relies_on_layout,
         whole_conversation=True,
         needs=_NEEDS,
     ),
@@ -521,6 +537,7 @@ _REPLIES: Final = (
         survives="what is not named when the pull is over fails or is recomputed",
         settings={"share": _SHARE},
         transform=_omit_drawn,
+        opened_by=PULL_REQUEST,
         victims=_drawn_completed,
         selects=_names_completed,
         whole_conversation=True,
@@ -547,6 +564,8 @@ _REPLIES: Final = (
             "message": _MESSAGE,
         },
         transform=_fail_reply,
+        victims=_all_of_pull,
+        opened_by=PULL_REQUEST,
         selects=_error_after,
         needs=_NEEDS,
     ),
@@ -558,6 +577,7 @@ _REPLIES: Final = (
         survives="only the listed requests fail or are recomputed",
         settings={"share": _SHARE, "message": replace(_MESSAGE, default="P num blocks less than D")},
         transform=_fail_drawn,
+        opened_by=PULL_REQUEST,
         victims=_drawn_completed,
         selects=_names_completed,
         whole_conversation=True,
@@ -570,6 +590,8 @@ _REPLIES: Final = (
         target=PULL_REPLY,
         survives="requests that no earlier reply has settled fail or are recomputed",
         transform=_garble,
+        victims=_all_of_pull,
+        opened_by=PULL_REQUEST,
         needs=_NEEDS,
     ),
 )

@@ -1,0 +1,431 @@
+"""The consumer's half on one rank: asks producers for blocks, takes their writes, settles what they answer."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import msgspec
+
+from kvreplay.behaviour import Behaviour
+from kvreplay.connectors.mooncake.addresses import SCHEME, instance_of
+from kvreplay.connectors.mooncake.config import MooncakeConfig
+from kvreplay.connectors.mooncake.discovery import Discovery, Query
+from kvreplay.connectors.mooncake.identity import WorkerIdentity
+from kvreplay.connectors.mooncake.layout import KVLayout
+from kvreplay.connectors.mooncake.ranks import target_ranks
+from kvreplay.connectors.mooncake.settlement import Pull, Reports, make_settlement
+from kvreplay.connectors.mooncake.stats import MooncakeStats
+from kvreplay.connectors.mooncake.structs import (
+    CONNECTION_CLOSED,
+    MooncakeXferMetadata,
+    MooncakeXferResponse,
+    MooncakeXferResponseStatus,
+    PullReqMeta,
+    WriteDone,
+    decode_response,
+    encode,
+)
+from kvreplay.connectors.mooncake.write_target import WriteTarget, missing_blocks
+from kvreplay.events import Event, EventSink
+from kvreplay.kv.memory import KVMemory
+from kvreplay.sim.envelope import (
+    BOOTSTRAP_ANSWER,
+    BOOTSTRAP_QUERY,
+    PULL_REPLY,
+    PULL_REQUEST,
+    WRITE_DATA,
+    WRITE_DONE,
+    Envelope,
+)
+from kvreplay.transport.machine import Deadlines
+
+_FINISH = MooncakeXferResponseStatus.FINISH
+_CONTINUE = MooncakeXferResponseStatus.CONTINUE
+_ERROR = MooncakeXferResponseStatus.ERROR
+_LAYOUT_MISS = MooncakeXferResponseStatus.LAYOUT_MISS
+
+
+class Consumer:
+    """A state machine: one pull conversation per step, producer and peer rank.
+
+    Nothing here times a request: a lost reply is noticed when the receive timeout, which starts again with each
+    reply, has passed.
+    """
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        *,
+        config: MooncakeConfig,
+        behaviour: Behaviour,
+        layout: KVLayout,
+        num_groups: int,
+        memory: KVMemory,
+        sink: EventSink,
+        stats: MooncakeStats,
+    ) -> None:
+        self.outbox: list[Envelope] = []
+        self.reports = Reports()
+        self.failures: dict[str, str] = {}
+        """Why each failed request failed, until its owner asks."""
+        self._identity = identity
+        self._ranks = identity.ranks
+        self._receive_timeout_ns = config.receive_timeout_ns
+        self._layout = layout
+        self._sink = sink
+        self._now_ns = 0
+        self._deadlines = Deadlines()
+        self._pulls: dict[str, Pull] = {}
+        self._acked_layout_peers: set[str] = set()
+        self._settlement = make_settlement(
+            behaviour["mooncake_failure"], self.reports, stats, self._settled, num_groups=num_groups
+        )
+        self._bounds_waits = behaviour["pull_wait"] == "bounded"
+        self._verifies = behaviour["transfer_integrity"] == "checksum"
+        self._target = WriteTarget(
+            memory=memory,
+            session=identity.session,
+            verifies=self._verifies,
+            fences=behaviour["transfer_fence"] == "attempt",
+            find_pull=self._find_pull,
+        )
+        self._discovery = Discovery(
+            self.outbox,
+            self._deadlines,
+            sink,
+            instance=identity.instance,
+            address=identity.address,
+            engine_id=identity.engine_id,
+            config=config,
+            resolved=self._on_resolved,
+        )
+
+    # -- the state machine --------------------------------------------------------------------------------
+
+    @property
+    def next_deadline_ns(self) -> int:
+        return self._deadlines.next_ns
+
+    @property
+    def has_report(self) -> bool:
+        return bool(self.reports)
+
+    def handle(self, envelope: Envelope, now_ns: int) -> None:
+        self._now_ns = now_ns
+        kind = envelope.kind
+        if kind == PULL_REPLY:
+            self._on_reply(envelope, now_ns)
+        elif kind == WRITE_DATA:
+            self._on_write(envelope)
+        elif kind == BOOTSTRAP_ANSWER:
+            self._discovery.on_answer(envelope, now_ns)
+        else:
+            assert kind == CONNECTION_CLOSED, kind
+            self._on_gone(envelope, "connection closed by peer")
+
+    def on_refused(self, envelope: Envelope, now_ns: int) -> None:
+        self._now_ns = now_ns
+        if envelope.kind == BOOTSTRAP_QUERY:
+            self._discovery.on_refused(envelope, now_ns)
+        elif envelope.kind == PULL_REQUEST:
+            # A DEALER socket keeps trying to connect, and says nothing.
+            self._on_gone(envelope, "connection refused")
+
+    def on_deadline(self, now_ns: int) -> None:
+        self._now_ns = now_ns
+        self._deadlines.fire(now_ns)
+
+    # -- pulls --------------------------------------------------------------------------------------------
+
+    def start_load_kv(self, reqs_to_recv: dict[str, dict[str, PullReqMeta]], now_ns: int) -> None:
+        """Start to pull. An exception for one producer loses those after it, as it does in vLLM."""
+        self._now_ns = now_ns
+        for engine_id, wanted in reqs_to_recv.items():
+            metas = {req_id: replace(meta) for req_id, meta in wanted.items()}
+            if self._discovery.addresses(engine_id) is None:
+                self._ask_bootstrap(engine_id, metas, now_ns)
+            elif not self._start_pulls(engine_id, metas, now_ns) and not self._bounds_waits:
+                return
+
+    def open_pulls(self) -> list[Envelope]:
+        """For each open pull, the notice to its peer that this worker is gone."""
+        return [
+            Envelope(
+                kind=CONNECTION_CLOSED,
+                source=self._identity.address,
+                destination=pull.address.removeprefix(SCHEME),
+                payload=None,
+                conversation=pull.conversation,
+                attempt=pull.attempt,
+            )
+            for pull in self._pulls.values()
+        ]
+
+    def _ask_bootstrap(self, engine_id: str, metas: dict[str, PullReqMeta], now_ns: int) -> None:
+        # One server for the whole batch: the one that the batch's first request names.
+        url: object = next(iter(metas.values())).remote_bootstrap_addr
+        if isinstance(url, str):
+            self._discovery.ask(url, (engine_id, metas), now_ns)
+        elif self._bounds_waits:
+            self._fail_unasked(engine_id, metas, f"no bootstrap server at {url!r}")
+
+    def _on_resolved(self, query: Query, now_ns: int) -> None:
+        for engine_id, metas in query.waiting:
+            if self._discovery.addresses(engine_id) is None:
+                self._fail_unasked(
+                    engine_id, metas, f"remote engine_id {engine_id} not found from bootstrap server {query.url}"
+                )
+            else:
+                self._start_pulls(engine_id, metas, now_ns)
+
+    def _fail_unasked(self, engine_id: str, metas: dict[str, PullReqMeta], reason: str) -> None:
+        self._settlement.fail_all(Pull("", metas, peer=instance_of(engine_id)), reason)
+
+    def _start_pulls(self, engine_id: str, metas: dict[str, PullReqMeta], now_ns: int) -> bool:
+        """One pull per peer rank. False if the known addresses do not cover the ranks that are needed.
+
+        In vLLM that is an exception that nobody hears: the requests wait for ever.
+        """
+        try:
+            addresses = self._peer_addresses(engine_id)
+        except (KeyError, ValueError) as error:
+            if self._bounds_waits:
+                self._discovery.forget(engine_id)
+                self._fail_unasked(engine_id, metas, f"remote engine_id {engine_id} lacks a rank: {error}")
+            return False
+        for meta in metas.values():
+            meta.pull_tasks_count = len(addresses)
+        conversation = f"pull/{self._identity.engine_id}/{next(iter(metas))}"
+        for index, address in enumerate(addresses):
+            pull = Pull(
+                conversation if len(addresses) == 1 else f"{conversation}/{index}",
+                metas,
+                peer=instance_of(address),
+                address=address,
+                peer_index=index,
+                num_peers=len(addresses),
+            )
+            pull.include_layout = address not in self._acked_layout_peers
+            if address.startswith(SCHEME):
+                self._pulls[pull.conversation] = pull
+                self._send(pull, now_ns)
+            else:
+                self._settlement.fail_all(pull, f"transfer failed: Invalid zmq path: {address}")
+        return True
+
+    def _peer_addresses(self, engine_id: str) -> list[str]:
+        by_tp_rank = self._discovery.addresses(engine_id)
+        assert by_tp_rank is not None
+        ranks = self._ranks
+        addresses: list[str] = []
+        for tp_rank in target_ranks(ranks.tp_rank, ranks.tp_size, len(by_tp_rank)):
+            by_pp_rank = by_tp_rank[tp_rank]
+            if ranks.pp_size == len(by_pp_rank) and ranks.pp_rank in by_pp_rank:
+                addresses.append(by_pp_rank[ranks.pp_rank])
+            else:
+                addresses.extend(by_pp_rank[pp_rank] for pp_rank in sorted(by_pp_rank))
+        return addresses
+
+    def _send(self, pull: Pull, now_ns: int) -> None:
+        identity, ranks = self._identity, self._ranks
+        metadata = MooncakeXferMetadata(
+            remote_hostname=identity.instance,
+            remote_port=identity.rpc_port,
+            remote_tp_size=ranks.tp_size,
+            remote_tp_rank=ranks.tp_rank,
+            req_blocks={
+                req_id: (pull.metas[req_id].transfer_id, pull.metas[req_id].local_block_ids) for req_id in pull.open
+            },
+            kv_caches_base_addr=[],
+            block_lens=[],
+            kv_block_lens=[],
+            remote_pp_size=ranks.pp_size,
+            layout_id=self._layout.layout_id,
+        )
+        if pull.include_layout:
+            self._layout.describe(metadata)
+        transfer_ids = tuple(transfer_id for transfer_id, _ in metadata.req_blocks.values())
+        is_typed = all(type(transfer_id) is str for transfer_id in transfer_ids)
+        self.outbox.append(
+            Envelope(
+                kind=PULL_REQUEST,
+                source=identity.address,
+                destination=pull.address.removeprefix(SCHEME),
+                # Parameters of the wrong type are for the producer's decoder to refuse.
+                payload=metadata if is_typed else encode(metadata),
+                request_ids=tuple(pull.open),
+                transfer_ids=transfer_ids,
+                conversation=pull.conversation,
+                attempt=pull.attempt,
+                peer_index=pull.peer_index,
+                num_peers=pull.num_peers,
+            )
+        )
+        for req_id in pull.open:
+            meta = pull.metas[req_id]
+            pull.open[req_id] = self._sink.emit(
+                Event(
+                    "pull.sent",
+                    now_ns,
+                    identity.instance,
+                    request_id=req_id,
+                    transfer_id=meta.transfer_id,
+                    peer=pull.peer,
+                    rank=pull.peer_index,
+                    num_blocks=meta.num_blocks,
+                )
+            )
+        self._expect_reply(pull, now_ns)
+
+    def _expect_reply(self, pull: Pull, now_ns: int) -> None:
+        self._deadlines.cancel(pull.deadline)
+        pull.deadline = self._deadlines.at(now_ns + self._receive_timeout_ns, self._on_receive_timeout, pull)
+
+    def _on_receive_timeout(self, pull: Pull, now_ns: int) -> None:
+        if self._bounds_waits:
+            self._forget_peer(pull)
+        self._give_up(pull, "transfer failed: Resource temporarily unavailable")
+
+    def _on_gone(self, envelope: Envelope, how: str) -> None:
+        pull = self._find_pull(envelope.conversation, envelope.attempt)
+        if pull is not None and self._bounds_waits:
+            self._forget_peer(pull)
+            self._give_up(pull, f"transfer failed: {how}")
+
+    def _forget_peer(self, pull: Pull) -> None:
+        for meta in pull.metas.values():
+            self._discovery.forget(meta.remote_engine_id)
+
+    def _give_up(self, pull: Pull, reason: str) -> None:
+        self._close(pull)
+        self._settlement.fail_all(pull, reason)
+
+    def _close(self, pull: Pull) -> None:
+        self._deadlines.cancel(pull.deadline)
+        del self._pulls[pull.conversation]
+
+    def _find_pull(self, conversation: str, attempt: int) -> Pull | None:
+        pull = self._pulls.get(conversation)
+        return pull if pull is not None and pull.attempt == attempt else None
+
+    # -- replies ------------------------------------------------------------------------------------------
+
+    def _on_reply(self, envelope: Envelope, now_ns: int) -> None:
+        pull = self._find_pull(envelope.conversation, envelope.attempt)
+        if pull is None:
+            return  # its socket is closed
+        try:
+            response = _response_of(envelope.payload)
+        except msgspec.MsgspecError as error:
+            self._give_up(pull, f"transfer failed: {error}")
+            return
+        if response.status is _LAYOUT_MISS:
+            self._acked_layout_peers.discard(pull.address)
+            if not pull.include_layout:
+                self._replied(pull, response, pull.open, now_ns)
+                pull.include_layout = True
+                pull.attempt += 1
+                self._send(pull, now_ns)
+                return
+        if response.status is _ERROR or response.status is _LAYOUT_MISS:
+            self._replied(pull, response, pull.open, now_ns)
+            self._give_up(pull, response.err_msg or "transfer error")
+            return
+        if response.layout_id == self._layout.layout_id:
+            self._acked_layout_peers.add(pull.address)
+        self._on_results(pull, response, now_ns)
+
+    def _on_results(self, pull: Pull, response: MooncakeXferResponse, now_ns: int) -> None:
+        is_last = response.status is _FINISH
+        named = pull.open if is_last else [*(response.err_reqs or ()), *(response.ok_reqs or ())]
+        self._replied(pull, response, named, now_ns)
+        num_open = len(pull.open)
+        if self._verifies:
+            response = self._refuse_bad_blocks(pull, response)
+        try:
+            self._settlement.reply(pull, response)
+        except KeyError as error:
+            self._give_up(pull, f"transfer failed: {error}")
+            return
+        if is_last:
+            self._close(pull)
+            self._settlement.finish(pull)
+        elif len(pull.open) < num_open or not self._bounds_waits:
+            self._expect_reply(pull, now_ns)
+
+    def _refuse_bad_blocks(self, pull: Pull, response: MooncakeXferResponse) -> MooncakeXferResponse:
+        """Turn the success of a request whose bytes are not all there, or not right, into its failure."""
+        good: list[str] = []
+        for req_id in response.ok_reqs or ():
+            missing = missing_blocks(pull, req_id) if req_id in pull.open else []
+            if missing:
+                reason = f"wrong checksum in {len(missing)} of {pull.metas[req_id].num_blocks} blocks"
+                # Of several peers' parts only this one is known: then the whole request is in doubt.
+                self._settlement.fail(pull, [req_id], reason, missing if pull.num_peers == 1 else None)
+            else:
+                good.append(req_id)
+        return msgspec.structs.replace(response, ok_reqs=good) if response.ok_reqs else response
+
+    def _replied(self, pull: Pull, response: MooncakeXferResponse, req_ids: Iterable[str], now_ns: int) -> None:
+        for req_id in req_ids:
+            if req_id in pull.open:
+                pull.open[req_id] = self._sink.emit(
+                    Event(
+                        "pull.replied",
+                        now_ns,
+                        self._identity.instance,
+                        request_id=req_id,
+                        transfer_id=pull.metas[req_id].transfer_id,
+                        peer=pull.peer,
+                        rank=pull.peer_index,
+                        status=response.status.name,
+                        cause=response.err_msg,
+                        cause_handle=pull.open[req_id],
+                    )
+                )
+
+    def _settled(self, pull: Pull, req_id: str, reason: str | None) -> None:
+        if req_id not in pull.open:
+            return
+        self._sink.emit(
+            Event(
+                "pull.settled",
+                self._now_ns,
+                self._identity.instance,
+                request_id=req_id,
+                transfer_id=pull.metas[req_id].transfer_id,
+                peer=pull.peer,
+                rank=pull.peer_index,
+                status="ok" if reason is None else "failed",
+                cause=reason,
+                cause_handle=pull.open.pop(req_id),
+            )
+        )
+        if reason is not None:
+            self.failures.setdefault(req_id, reason)
+
+    # -- writes -------------------------------------------------------------------------------------------
+
+    def _on_write(self, envelope: Envelope) -> None:
+        self.outbox.append(
+            Envelope(
+                kind=WRITE_DONE,
+                source=envelope.destination,
+                destination=envelope.source,
+                payload=WriteDone(envelope.payload.write_id, self._target.write(envelope)),
+                request_ids=envelope.request_ids,
+                transfer_ids=envelope.transfer_ids,
+                conversation=envelope.conversation,
+                attempt=envelope.attempt,
+                peer_index=envelope.peer_index,
+                num_peers=envelope.num_peers,
+            )
+        )
+
+
+def _response_of(payload: MooncakeXferResponse | bytes) -> MooncakeXferResponse:
+    """Raises msgspec.MsgspecError for what the wire would not let through."""
+    if isinstance(payload, MooncakeXferResponse):
+        if type(payload.status) is MooncakeXferResponseStatus:
+            return payload
+        payload = encode(payload)
+    return decode_response(payload)

@@ -1,0 +1,195 @@
+"""The consumer's side of bootstrap: where the ranks of a producer's engine listen."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from kvreplay.connectors.mooncake.addresses import bootstrap_target, instance_of
+from kvreplay.connectors.mooncake.config import BOOTSTRAP_ATTEMPTS, BOOTSTRAP_RETRY_NS, MooncakeConfig
+from kvreplay.connectors.mooncake.structs import BootstrapAnswer, BootstrapQuery, PullReqMeta
+from kvreplay.events import Event, EventSink
+from kvreplay.sim.envelope import BOOTSTRAP_QUERY, Envelope
+from kvreplay.transport.machine import Deadline, Deadlines
+
+Addresses = dict[int, dict[int, str]]
+"""Tensor-parallel rank → pipeline-parallel rank → address."""
+Batch = tuple[str, dict[str, PullReqMeta]]
+"""A producer's engine id, and what one step wants from it."""
+
+
+class Query:
+    """One exchange with one bootstrap server, and the batches that wait for its end."""
+
+    __slots__ = (
+        "attempt",
+        "conversation",
+        "deadline",
+        "handle",
+        "is_asking",
+        "request_ids",
+        "transfer_ids",
+        "url",
+        "waiting",
+    )
+
+    def __init__(self, url: str, conversation: str, batch: Batch) -> None:
+        self.url = url
+        self.conversation = conversation
+        self.request_ids = tuple(batch[1])
+        self.transfer_ids = tuple(meta.transfer_id for meta in batch[1].values())
+        self.waiting = [batch]
+        self.attempt = 0
+        self.is_asking = False
+        """An answer to the current attempt is still wanted."""
+        self.deadline: Deadline | None = None
+        self.handle: int | None = None
+
+
+class Discovery:
+    """Asks bootstrap servers, each at most once at a time, and remembers what they say for good.
+
+    What a server does not say, or does not answer, is not remembered: the next batch asks again.
+    """
+
+    def __init__(
+        self,
+        outbox: list[Envelope],
+        deadlines: Deadlines,
+        sink: EventSink,
+        *,
+        instance: str,
+        address: str,
+        engine_id: str,
+        config: MooncakeConfig,
+        resolved: Callable[[Query, int], None],
+    ) -> None:
+        self._outbox = outbox
+        self._deadlines = deadlines
+        self._sink = sink
+        self._instance = instance
+        self._address = address
+        self._engine_id = engine_id
+        self._timeout_ns = config.connector_timeout_ns
+        self._resolved = resolved
+        self._queries: dict[str, Query] = {}
+        self._by_conversation: dict[str, Query] = {}
+        self._engines: dict[str, Addresses] = {}
+
+    def addresses(self, engine_id: str) -> Addresses | None:
+        return self._engines.get(engine_id)
+
+    def forget(self, engine_id: str) -> None:
+        self._engines.pop(engine_id, None)
+
+    def ask(self, url: str, batch: Batch, now_ns: int) -> None:
+        """Ask the server at `url`, or wait for an answer that is due already; `resolved` tells when it is over."""
+        query = self._queries.get(url)
+        if query is not None:
+            query.waiting.append(batch)
+            return
+        query = Query(url, f"bootstrap/{self._engine_id}/{next(iter(batch[1]))}", batch)
+        self._queries[url] = self._by_conversation[query.conversation] = query
+        self._send(query, now_ns)
+
+    def on_answer(self, envelope: Envelope, now_ns: int) -> None:
+        query = self._asking(envelope)
+        if query is None:
+            return
+        answer: BootstrapAnswer = envelope.payload
+        if answer.error is not None:
+            self._attempt_failed(query, answer.error, now_ns)
+        elif not 200 <= answer.status < 300:
+            self._over(query, f"HTTP status {answer.status}", now_ns)
+        else:
+            try:
+                self._remember(answer.body)
+            except (msgspec.MsgspecError, AttributeError, KeyError, TypeError, ValueError) as error:
+                self._over(query, f"{type(error).__name__}: {error}", now_ns)
+            else:
+                self._over(query, None, now_ns)
+
+    def on_refused(self, envelope: Envelope, now_ns: int) -> None:
+        query = self._asking(envelope)
+        if query is not None:
+            self._attempt_failed(query, "refused", now_ns)
+
+    def _asking(self, envelope: Envelope) -> Query | None:
+        query = self._by_conversation.get(envelope.conversation)
+        return query if query is not None and query.is_asking and query.attempt == envelope.attempt else None
+
+    def _send(self, query: Query, now_ns: int) -> None:
+        query.is_asking = True
+        query.handle = self._sink.emit(
+            Event(
+                "bootstrap.queried",
+                now_ns,
+                self._instance,
+                request_id=query.request_ids[0],
+                transfer_id=query.transfer_ids[0],
+                peer=instance_of(query.waiting[0][0]),
+                num_tokens=query.attempt + 1,
+            )
+        )
+        target = bootstrap_target(query.url)
+        if target is None:
+            # An address that no HTTP client takes fails like one where nobody listens, and is tried as often.
+            self._attempt_failed(query, f"unsupported address {query.url!r}", now_ns)
+            return
+        server, path = target
+        self._outbox.append(
+            Envelope(
+                kind=BOOTSTRAP_QUERY,
+                source=self._address,
+                destination=server,
+                payload=BootstrapQuery(path),
+                request_ids=query.request_ids,
+                transfer_ids=query.transfer_ids,
+                conversation=query.conversation,
+                attempt=query.attempt,
+            )
+        )
+        query.deadline = self._deadlines.at(now_ns + self._timeout_ns, self._on_timeout, query)
+
+    def _on_timeout(self, query: Query, now_ns: int) -> None:
+        self._attempt_failed(query, "timeout", now_ns)
+
+    def _attempt_failed(self, query: Query, reason: str, now_ns: int) -> None:
+        if query.attempt + 1 == BOOTSTRAP_ATTEMPTS:
+            self._over(query, reason, now_ns)
+            return
+        self._answered(query, reason, now_ns)
+        query.attempt += 1
+        query.deadline = self._deadlines.at(now_ns + BOOTSTRAP_RETRY_NS, self._send, query)
+
+    def _over(self, query: Query, failure: str | None, now_ns: int) -> None:
+        self._answered(query, failure, now_ns)
+        del self._queries[query.url], self._by_conversation[query.conversation]
+        self._resolved(query, now_ns)
+
+    def _answered(self, query: Query, failure: str | None, now_ns: int) -> None:
+        query.is_asking = False
+        self._deadlines.cancel(query.deadline)
+        self._sink.emit(
+            Event(
+                "bootstrap.answered",
+                now_ns,
+                self._instance,
+                request_id=query.request_ids[0],
+                transfer_id=query.transfer_ids[0],
+                peer=instance_of(query.waiting[0][0]),
+                status="ok" if failure is None else "failed",
+                cause=failure,
+                cause_handle=query.handle,
+            )
+        )
+
+    def _remember(self, body: bytes | None) -> None:
+        """Engine by engine, so that those before a malformed one are known."""
+        workers: Any = msgspec.json.decode(body or b"")
+        for entry in workers.values():
+            engine_id = entry["engine_id"]
+            self._engines[engine_id] = {
+                int(tp_rank): {int(pp_rank): address for pp_rank, address in by_pp_rank.items()}
+                for tp_rank, by_pp_rank in entry["worker_addr"].items()
+            }

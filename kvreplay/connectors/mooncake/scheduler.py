@@ -1,0 +1,164 @@
+"""The scheduler's half of the Mooncake connector: what to pull, what to keep for a puller."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from kvreplay.behaviour import Behaviour
+from kvreplay.connectors.mooncake.structs import MooncakeConnectorMetadata, PullReqMeta
+from kvreplay.engine.connector import KVConnectorOutput, RequestBlocks
+from kvreplay.engine.request import Request, RequestStatus
+from kvreplay.errors import EngineFatal
+from kvreplay.kv.specs import FULL, KVCacheGroupSpec
+
+PULL_PARAMETERS: Final = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
+"""Without any of these in `kv_transfer_params` there is nobody to pull from."""
+
+_Blocks = list[list[int]]
+
+
+class MooncakeScheduler:
+    """One engine's. With role `kv_both` it is neither producer nor consumer only, and does both.
+
+    It changes `kv_transfer_params`, as vLLM does: `do_remote_prefill` is cleared when it has been acted upon.
+    """
+
+    lookup_is_pure = True
+
+    def __init__(self, role: str, groups: Sequence[KVCacheGroupSpec], behaviour: Behaviour) -> None:
+        self.is_kv_producer = role == "kv_producer"
+        self.is_kv_consumer = role == "kv_consumer"
+        self.requires_kv_delivery = not self.is_kv_consumer
+        self.num_invalid_params = 0
+        """Requests that lacked parameters, for which vLLM logs a warning."""
+        self._window_blocks = _window_blocks(groups)
+        self._prefills_without_params = behaviour["mooncake_missing_params"] == "prefill"
+        self._sent_statuses = {RequestStatus.FINISHED_LENGTH_CAPPED}
+        if behaviour["mooncake_stop_token"] == "send":
+            self._sent_statuses.add(RequestStatus.FINISHED_STOPPED)
+        self._reqs_need_recv: dict[str, tuple[Request, _Blocks]] = {}
+        self._reqs_need_send: dict[str, tuple[Request, _Blocks]] = {}
+        self._reqs_not_processed: dict[str, None] = {}
+
+    def on_new_request(self, request: Request) -> None:
+        pass
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_prefill"):
+            return 0, False
+        _engine_asserts(not self.is_kv_producer)
+        if self._prefills_without_params and not _has_pull_parameters(params):
+            return 0, False
+        # Not rounded to blocks: the last one is pulled too, however full it is.
+        num_tokens = request.num_prompt_tokens - num_computed_tokens
+        return (num_tokens, True) if num_tokens > 0 else (0, False)
+
+    def update_state_after_alloc(self, request: Request, blocks: RequestBlocks, num_external_tokens: int) -> None:
+        params = request.kv_transfer_params
+        if not params:
+            return
+        if params.get("do_remote_prefill"):
+            _engine_asserts(not self.is_kv_producer)
+            if _has_pull_parameters(params):
+                unhashed = blocks.get_unhashed_block_ids_all_groups() if num_external_tokens > 0 else ()
+                self._reqs_need_recv[request.request_id] = (request, self._clip(unhashed))
+            else:
+                self.num_invalid_params += 1
+            params["do_remote_prefill"] = False
+        elif params.get("do_remote_decode"):
+            _engine_asserts(not self.is_kv_consumer)
+            if params.get("transfer_id"):
+                self._reqs_need_send[request.request_id] = (request, [])
+            else:
+                self.num_invalid_params += 1
+
+    def build_connector_meta(self) -> MooncakeConnectorMetadata | None:
+        if not (self._reqs_need_recv or self._reqs_need_send or self._reqs_not_processed):
+            return None
+        metadata = MooncakeConnectorMetadata()
+        if not self.is_kv_producer:
+            for req_id, (request, block_ids) in self._reqs_need_recv.items():
+                params = _params_of(request)
+                of_engine = metadata.reqs_to_recv.setdefault(params["remote_engine_id"], {})
+                of_engine[req_id] = PullReqMeta(
+                    d_req_id=req_id,
+                    transfer_id=params["transfer_id"],
+                    local_block_ids=block_ids,
+                    remote_engine_id=params["remote_engine_id"],
+                    remote_bootstrap_addr=params["remote_bootstrap_addr"],
+                )
+            self._reqs_need_recv.clear()
+        if not self.is_kv_consumer:
+            for req_id, (request, block_ids) in self._reqs_need_send.items():
+                metadata.reqs_to_send[req_id] = (_params_of(request)["transfer_id"], block_ids)
+            self._reqs_need_send.clear()
+            metadata.reqs_not_processed = self._reqs_not_processed
+            self._reqs_not_processed = {}
+        return metadata
+
+    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> bool:
+        params = request.kv_transfer_params
+        if not params or not params.get("transfer_id"):
+            return False
+        if params.get("do_remote_prefill"):
+            # It never got blocks. The producer's are released by asking for none.
+            _engine_asserts(not self.is_kv_producer)
+            params["do_remote_prefill"] = False
+            if self._prefills_without_params and not _has_pull_parameters(params):
+                return False
+            self._reqs_need_recv[request.request_id] = (request, [])
+            return False
+        if not params.get("do_remote_decode"):
+            return False
+        _engine_asserts(not self.is_kv_consumer)
+        if request.status not in self._sent_statuses:
+            self._reqs_not_processed[params["transfer_id"]] = None
+            return False
+        if not any(block_ids):
+            return False
+        self._reqs_need_send[request.request_id] = (request, self._clip(block_ids))
+        return True
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        pass
+
+    def has_pending_block_frees(self) -> bool:
+        return False
+
+    def reset_cache(self) -> bool:
+        return False
+
+    def _clip(self, block_ids: Sequence[Sequence[int]]) -> _Blocks:
+        """Of a sliding-window group only the window's blocks, and one for the overlap, are worth moving."""
+        if len(block_ids) == 0:
+            return []
+        return [
+            list(of_group if num_blocks is None else of_group[-num_blocks:])
+            for of_group, num_blocks in zip(block_ids, self._window_blocks, strict=True)
+        ]
+
+
+def _window_blocks(groups: Sequence[KVCacheGroupSpec]) -> list[int | None]:
+    counts: list[int | None] = []
+    for group in groups:
+        if group.kind == FULL or group.sliding_window is None:
+            counts.append(None)
+        else:
+            counts.append(-(-group.sliding_window // group.block_size) + 1)
+    return counts
+
+
+def _has_pull_parameters(params: dict[str, Any]) -> bool:
+    # Present is enough: a null goes to the producer, which refuses it.
+    return all(name in params for name in PULL_PARAMETERS)
+
+
+def _params_of(request: Request) -> dict[str, Any]:
+    assert request.kv_transfer_params is not None
+    return request.kv_transfer_params
+
+
+def _engine_asserts(condition: bool) -> None:  # noqa: FBT001 - reads as an assertion
+    """An assertion of vLLM's connector: where it does not hold, the engine dies."""
+    if not condition:
+        raise EngineFatal("AssertionError")

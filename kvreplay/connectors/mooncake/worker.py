@@ -1,0 +1,207 @@
+"""One rank's half of the Mooncake connector, on the event loop and the bus."""
+
+from collections.abc import Callable, Sequence
+
+from kvreplay.behaviour import Behaviour
+from kvreplay.connectors.mooncake.addresses import SCHEME, bootstrap_address
+from kvreplay.connectors.mooncake.bootstrap import BootstrapServer
+from kvreplay.connectors.mooncake.config import MooncakeConfig
+from kvreplay.connectors.mooncake.consumer import Consumer
+from kvreplay.connectors.mooncake.identity import WorkerIdentity
+from kvreplay.connectors.mooncake.layout import layout_of
+from kvreplay.connectors.mooncake.producer import Producer
+from kvreplay.connectors.mooncake.stats import MooncakeStats
+from kvreplay.connectors.mooncake.structs import (
+    CONNECTION_CLOSED,
+    MooncakeConnectorMetadata,
+    MooncakeXferMetadata,
+    MooncakeXferResponse,
+    RegisterWorkerPayload,
+    encode,
+)
+from kvreplay.engine.config import KV_ROLES
+from kvreplay.engine.connector import KVConnectorOutput
+from kvreplay.errors import EngineFatal
+from kvreplay.events import EventSink
+from kvreplay.kv.memory import KVMemory
+from kvreplay.kv.specs import KVCacheGroupSpec
+from kvreplay.sim.bus import Bus
+from kvreplay.sim.envelope import BOOTSTRAP_ANSWER, PULL_REPLY, PULL_REQUEST, WRITE_DATA, WRITE_DONE, Envelope
+from kvreplay.transport.virtual import VirtualDriver
+
+
+class MooncakeWorker:
+    """Both halves that its role has, and on the first rank of a producer the bootstrap server.
+
+    `on_report` is called when `get_finished` would return something, so that a parked instance can wake. It may be
+    called from within `start_load_kv`. After `shutdown` the object is dead; a restart makes a new one, with the next
+    incarnation in its identity.
+    """
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        role: str,
+        *,
+        groups: Sequence[KVCacheGroupSpec],
+        config: MooncakeConfig,
+        behaviour: Behaviour,
+        bus: Bus,
+        memory: KVMemory,
+        sink: EventSink,
+        on_report: Callable[[], None],
+        bootstrap: BootstrapServer | None = None,
+        encodes_messages: bool = False,
+    ) -> None:
+        assert role in KV_ROLES, role
+        self.identity = identity
+        self.stats = MooncakeStats()
+        self.consumer: Consumer | None = None
+        self.producer: Producer | None = None
+        self.bootstrap: BootstrapServer | None = None
+        self._bus = bus
+        self._loop = bus.loop
+        self._halves: list[VirtualDriver] = []
+        self._bootstrap_driver: VirtualDriver | None = None
+        self._by_kind: dict[str, VirtualDriver] = {}
+        self._notifies_peers = behaviour["pull_wait"] == "bounded"
+        layout = layout_of(groups, identity.engine_id, identity.ranks.rank)
+        encode_envelope = _encode_payload if encodes_messages else None
+
+        def drive(machine: Consumer | Producer, *kinds: str) -> VirtualDriver:
+            driver = VirtualDriver(machine, bus, on_report=on_report, encode=encode_envelope)
+            self._halves.append(driver)
+            self._by_kind.update(dict.fromkeys(kinds, driver))
+            return driver
+
+        if role != "kv_producer":
+            self.consumer = Consumer(
+                identity,
+                config=config,
+                behaviour=behaviour,
+                layout=layout,
+                num_groups=len(groups),
+                memory=memory,
+                sink=sink,
+                stats=self.stats,
+            )
+            self._consumer_driver = drive(self.consumer, PULL_REPLY, BOOTSTRAP_ANSWER, WRITE_DATA)
+            bus.listen(identity.memory_address, self._consumer_driver.receive)
+        if role != "kv_consumer":
+            self.producer = Producer(
+                identity,
+                config=config,
+                behaviour=behaviour,
+                layout=layout,
+                num_groups=len(groups),
+                memory=memory,
+                sink=sink,
+                stats=self.stats,
+            )
+            self._producer_driver = drive(self.producer, PULL_REQUEST, WRITE_DONE)
+            self._start_bootstrap(bootstrap)
+        bus.listen(identity.address, self._receive, refused=self._refused)
+
+    # -- what the engine calls ----------------------------------------------------------------------------
+
+    def start_load_kv(self, metadata: MooncakeConnectorMetadata) -> None:
+        now_ns = self._loop.now_ns
+        if self.consumer is not None and metadata.reqs_to_recv:
+            self.consumer.start_load_kv(metadata.reqs_to_recv, now_ns)
+            self._consumer_driver.pump()
+        if self.producer is not None and (metadata.reqs_to_send or metadata.reqs_not_processed):
+            self.producer.record_send_reqs(metadata, now_ns)
+            self._producer_driver.pump()
+
+    def has_report(self) -> bool:
+        return (self.consumer is not None and self.consumer.has_report) or (
+            self.producer is not None and self.producer.has_report
+        )
+
+    def get_finished(self, finished_req_ids: Sequence[str]) -> KVConnectorOutput | None:
+        if not self.has_report():
+            return None
+        output = KVConnectorOutput()
+        if self.producer is not None:
+            output.finished_sending = self.producer.take_finished(self._loop.now_ns)
+            self._producer_driver.report_fetched()
+            self._producer_driver.pump()
+        if self.consumer is not None:
+            self.consumer.reports.move_to(output)
+            self._consumer_driver.report_fetched()
+        return output
+
+    def failure_reason(self, request_id: str) -> str | None:
+        """Why the pull of this request failed; asked once."""
+        return self.consumer.failures.pop(request_id, None) if self.consumer is not None else None
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """The process dies: its addresses are silent, its timers and its state are gone."""
+        identity, bus = self.identity, self._bus
+        bus.silence(identity.address)
+        if self.consumer is not None:
+            bus.silence(identity.memory_address)
+        if self.producer is not None:
+            self.producer.shutdown()
+        if self._bootstrap_driver is not None:
+            bus.silence(bootstrap_address(identity.instance))
+            self._bootstrap_driver.close()
+        for driver in self._halves:
+            driver.close()
+        if self._notifies_peers:
+            for machine in (self.producer, self.consumer):
+                if machine is not None:
+                    self._close_connections(machine.open_pulls())
+
+    def _close_connections(self, notices: list[Envelope]) -> None:
+        """The operating system closes the sockets: no message of this worker's, and nothing that a fault can stop."""
+        bus = self._bus
+        for notice in notices:
+            delay_ns = bus.network.transit_ns(notice, self._loop.now_ns)
+            self._loop.call_later(delay_ns, lambda notice=notice: bus.deliver(notice))  # type: ignore[misc]
+
+    def _start_bootstrap(self, shared: BootstrapServer | None) -> None:
+        """Register with the deployment's server; without one, start it."""
+        identity, ranks = self.identity, self.identity.ranks
+        server = shared
+        if server is None:
+            server = self.bootstrap = BootstrapServer()
+            self._bootstrap_driver = VirtualDriver(server, self._bus)
+            self._bus.listen(bootstrap_address(identity.instance), self._bootstrap_driver.receive)
+        answer = server.register(
+            RegisterWorkerPayload(
+                engine_id=identity.engine_id,
+                dp_rank=ranks.dp_rank,
+                tp_rank=ranks.tp_rank,
+                pp_rank=ranks.pp_rank,
+                addr=SCHEME + identity.address,
+            )
+        )
+        if answer.status != 200:
+            raise EngineFatal("HTTPStatusError", (answer.body or b"").decode())
+
+    # -- messages -----------------------------------------------------------------------------------------
+
+    def _receive(self, envelope: Envelope) -> None:
+        kind = envelope.kind
+        driver = self._by_kind.get(kind)
+        if driver is not None:
+            driver.receive(envelope)
+            return
+        assert kind == CONNECTION_CLOSED, kind
+        for driver in self._halves:
+            driver.receive(envelope)
+
+    def _refused(self, envelope: Envelope) -> None:
+        for driver in self._halves:
+            driver.refused(envelope)
+
+
+def _encode_payload(envelope: Envelope) -> Envelope:
+    """The envelope as a socket would carry it."""
+    payload = envelope.payload
+    if isinstance(payload, MooncakeXferMetadata | MooncakeXferResponse):
+        envelope.payload = encode(payload)
+    return envelope
