@@ -40,6 +40,8 @@ from kvreplay.replay.timing import TIMING_PRESETS, StepTiming
 DEFAULT_CONFIG: Final = "mooncake-1p1d"
 """Used when neither --config nor the trace says anything."""
 
+DEFAULT_NETWORK: Final = "8x400g-roce"
+
 MAX_CONFIG_BYTES: Final = 1 << 20
 
 Document = dict[str, Any]
@@ -123,6 +125,7 @@ def load_config(
     --policy, --profile and --behaviour.
     """
     document, name, origin = _base_document(name_or_path, trace_config)
+    document.setdefault("network", {"preset": DEFAULT_NETWORK})
     source = {"the trace": "the trace's config"}.get(origin, name)
     for assignment in sets:
         apply_set(document, assignment)
@@ -153,6 +156,7 @@ def preset_names() -> list[str]:
 def config_from_document(document: Document, source: str, sets: Sequence[str] = ()) -> ReplayConfig:
     """Check keys and types of a document, and build it. `source` opens every message."""
     check_keys(document, [*_SECTIONS, *_ROLES], f"{source}:")
+    document.setdefault("network", {"preset": DEFAULT_NETWORK})
     for section in _SECTIONS:
         check_table(document.setdefault(section, {}), f"{source}: [{section}]")
     try:

@@ -182,6 +182,11 @@ def test_options_stand_beside_their_kind_of_connector(write: WriteConfig) -> Non
         load_config("single", sets=["connector.num_workers=3"])
 
 
+def test_a_network_need_not_be_given(write: WriteConfig) -> None:
+    path = write(MINIMAL.replace('[network]\npreset = "8x400g-roce"', ""))
+    assert load_config(path, sets=["network.latency_ns=5"]).config.network.name == "8x400g-roce, changed"
+
+
 def test_missing_keys_are_named(write: WriteConfig) -> None:
     path = write(MINIMAL.replace("num_gpu_blocks = 100", ""))
     assert refused(path) == f"{path}: [cache] num_gpu_blocks: missing"
