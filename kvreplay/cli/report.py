@@ -42,9 +42,8 @@ def read_summary(trace: Path) -> "Summary":
     from kvreplay.trace.reader import read_trace
     from kvreplay.verdict.model import summary_from_json
 
-    frame = read_trace(trace).frame(["kind", "cause"])
-    stored = frame.filter(frame["kind"] == "run.summary")["cause"].drop_nulls()
-    if stored.is_empty():
+    stored = read_trace(trace).rows(["run.summary"], ["cause"])["cause"].drop_null().to_pylist()
+    if not stored:
         raise TraceError(f"{trace}: no run.summary: it is not the output of a run; replay it first (kvreplay run)")
     try:
         return summary_from_json(stored[-1])
