@@ -292,7 +292,7 @@ class _Driver:
             state["req"] = requests
         if pool.num_blocks <= _SMALL_POOL:
             state["fq"] = pool.free_queue().tolist()
-            held = np.flatnonzero(pool.ref_counts)
+            held = np.flatnonzero(pool.ref_counts[1:]) + 1
             if len(held):
                 state["ref"] = {str(block_id): int(pool.ref_counts[block_id]) for block_id in held.tolist()}
         return state

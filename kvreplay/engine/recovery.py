@@ -52,6 +52,9 @@ def handle_invalid_blocks(scheduler: Scheduler, block_ids: Sequence[int], out: S
         scheduler.failed_recving.update(dict.fromkeys(failed_parked))
         return failed_running
     if to_evict:
+        if scheduler.accounts is not None:
+            for request in running:
+                scheduler.accounts.remember_cached(request, scheduler.kv.num_cached_tokens(request.request_id))
         evicted = scheduler.kv.evict_blocks(to_evict)
         scheduler.log.evicted(len(evicted), 0, "load-failure")
         if scheduler.on_invalid_evicted is not None:

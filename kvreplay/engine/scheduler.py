@@ -206,6 +206,9 @@ class Scheduler:
         lockstep = self.lockstep
         growing = lockstep.needing_blocks(self.step) if lockstep else []
         if not self._explicit:
+            if len(growing) <= self.pool.num_free:
+                self._grow_all(growing)
+                return budget - len(lockstep)
             for request in growing:
                 if request.lockstep_since is not None and not self._grow(request, out):
                     break
@@ -686,6 +689,8 @@ class Scheduler:
 
     def _free_blocks_of(self, request: Request) -> tuple[BlockIds, ...]:
         self._scan_settled = False
+        if self.accounts is not None:
+            self.accounts.remember_cached(request, self.kv.num_cached_tokens(request.request_id))
         freed = self.kv.free(request.request_id)
         if self.on_blocks_freed is not None:
             self.on_blocks_freed(request, freed)
@@ -728,8 +733,6 @@ class Scheduler:
 
     def _cache_computed(self, request: Request, num_tokens: int) -> None:
         cached = self.kv.cache_blocks(request, request.content.block_keys, num_tokens)
-        if self.accounts is not None and any(len(block_ids) for block_ids in cached):
-            self.accounts.remember_cached(request, num_tokens // self.kv.block_size * self.kv.block_size)
         if self.log.wants_blocks:
             for group, block_ids in enumerate(cached):
                 self.log.blocks("block.cached", request, group, block_ids)
@@ -795,13 +798,11 @@ class Scheduler:
     def coast(self, num_steps: int) -> None:
         """Do `num_steps` steps of which `can_coast` and `steps_until_shortage` promised that they are uneventful."""
         lockstep = self.lockstep
-        idle = SchedulerOutput(self.step)
         self._in_step = True
         for _ in range(num_steps):
             self.step += 1
             if lockstep.num_needing_blocks(self.step):
-                for request in lockstep.needing_blocks(self.step):
-                    self._grow(request, idle)
+                self._grow_all(lockstep.needing_blocks(self.step))
         self._in_step = False
         self._num_executed_steps += num_steps
 
@@ -816,8 +817,6 @@ class Scheduler:
         request.is_prefill_chunk = False
         computed = request.num_computed_tokens
         self._cache_computed(request, computed)
-        if self.accounts is not None:
-            self.accounts.remember_cached(request, computed // self.kv.block_size * self.kv.block_size)
         if self.on_leave_lockstep is not None:
             self.on_leave_lockstep(request)
 
@@ -845,18 +844,24 @@ class Scheduler:
             request_id: request for request_id, request in self.running.items() if request.lockstep_since is None
         }
 
+    def _grow_all(self, members: list[Request]) -> None:
+        """One more block for each of these members, whose blocks are full. There are enough."""
+        tables, pool = self.kv.managers[0].tables, self.pool
+        for request in members:
+            table = tables[request.request_id]
+            if table.num_cached < table.num_blocks:
+                self._cache_filled(request, table)
+            block_id = pool.take_one()
+            table.append(block_id)
+            if self.log.wants_blocks:
+                self.log.blocks("block.allocated", request, 0, [block_id])
+
     def _grow(self, request: Request, out: SchedulerOutput) -> bool:
-        """One more block for a member whose blocks are full. False if it had to give up itself."""
+        """The same for one, at the expense of the last admitted if need be. False if it had to give up itself."""
         while not self.pool.num_free:
             if self._preempt_last(out) is request:
                 return False
-        table = self._table(request)
-        if table.num_cached < table.num_blocks:
-            self._cache_filled(request, table)
-        block_id = self.pool.take_one()
-        table.append(block_id)
-        if self.log.wants_blocks:
-            self.log.blocks("block.allocated", request, 0, [block_id])
+        self._grow_all([request])
         return True
 
     def _cache_filled_blocks(self) -> None:

@@ -210,8 +210,9 @@ class WorkerModel:
         request.clean_until = request.written_until = 0
 
     def _on_blocks_freed(self, request: Request, freed: Sequence[BlockIds]) -> None:
-        for block_ids in freed:
-            self._loading[block_ids] = _NO_LOAD
+        if request.num_external_tokens:
+            for block_ids in freed:
+                self._loading[block_ids] = _NO_LOAD
         request.clean_until = request.written_until = 0
         request.taint = 0
         request.tainted_by = None

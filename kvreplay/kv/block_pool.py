@@ -39,6 +39,8 @@ class BlockPool:
         """Told which blocks lost their hash to reuse, in order; for those who must know each."""
 
         self.ref_counts = np.zeros(num_blocks, np.int32)
+        """By block; the null block's is not maintained and stays at 1, so that it never looks free."""
+        self.ref_counts[NULL_BLOCK_ID] = 1
         self.keys = np.full(num_blocks, NO_KEY, np.int64)
         self._has_twin = np.zeros(num_blocks, np.bool_)
         self._twins: dict[int, list[int]] = {}
@@ -74,26 +76,23 @@ class BlockPool:
 
     def find_prefix(self, keys: Keys) -> BlockIds:
         """Blocks of the longest cached prefix of `keys`."""
-        if not len(keys):
+        blocks = self.find(keys)
+        if not len(blocks) or not blocks[0]:
             return _NO_BLOCKS
-        self._reach(int(keys.max()))
-        blocks = self._first[keys]
-        missing = blocks == 0
-        first_miss = int(missing.argmax())
-        if not missing[first_miss]:
-            return blocks
-        return blocks[:first_miss]
+        first_miss = int((blocks == 0).argmax())
+        return blocks[:first_miss] if first_miss else blocks
 
     def find(self, keys: Keys) -> BlockIds:
         """The block of each key, 0 where there is none."""
-        if not len(keys):
-            return _NO_BLOCKS
-        self._reach(int(keys.max()))
-        return self._first[keys]
+        try:
+            return self._first[keys]
+        except IndexError:  # keys that nobody has cached anything under yet
+            self._reach(int(keys.max()))
+            return self._first[keys]
 
     def num_evictable(self, block_ids: BlockIds) -> int:
-        """How many of these would have to leave the free queue if they were touched."""
-        return int(np.count_nonzero((self.ref_counts[block_ids] == 0) & (block_ids != NULL_BLOCK_ID)))
+        """How many of these would have to leave the free queue if they were touched. Null blocks do not count."""
+        return len(block_ids) - int(np.count_nonzero(self.ref_counts[block_ids]))
 
     def is_cached(self, block_ids: BlockIds) -> NDArray[np.bool_]:
         cached: NDArray[np.bool_] = self.keys[block_ids] != NO_KEY
@@ -161,12 +160,15 @@ class BlockPool:
 
         Blocks without a hash go to the head of the queue (reused first), cached ones to the tail.
         """
-        if len(ordered) and not ordered.all():
-            ordered = ordered[ordered != NULL_BLOCK_ID]
-        self.ref_counts[ordered] -= 1
-        counts = self.ref_counts[ordered]
-        assert not len(counts) or counts.min() >= 0, "block freed twice"
-        freed = ordered[counts == 0]
+        if not len(ordered):
+            return
+        counts = self.ref_counts[ordered] - 1
+        if not ordered.all():
+            is_real = ordered != NULL_BLOCK_ID
+            ordered, counts = ordered[is_real], counts[is_real]
+        self.ref_counts[ordered] = counts
+        freed = ordered[counts == 0] if counts.any() else ordered
+        assert len(freed) == len(ordered) or counts.min() >= 0, "block freed twice"
         if not len(freed):
             return
         if self._tail + len(freed) > len(self._queue) or self._head < len(freed):
@@ -201,9 +203,8 @@ class BlockPool:
 
     def cache(self, block_ids: BlockIds, keys: Keys) -> None:
         """Enter blocks under their keys, in order. None is null, none has a key yet."""
-        self._reach(int(keys.max()))
         self.keys[block_ids] = keys
-        taken = self._first[keys]
+        taken = self.find(keys)
         is_taken = taken != 0
         if is_taken.any():
             for key, block_id, first in zip(
@@ -215,7 +216,8 @@ class BlockPool:
         self.num_cached_keys += len(keys)
 
     def cache_one(self, block_id: int, key: int) -> None:
-        self._reach(key)
+        if key >= len(self._first):
+            self._reach(key)
         self._key_view[block_id] = key
         first = self._first_view[key]
         if first:
@@ -247,7 +249,11 @@ class BlockPool:
         return True
 
     def _evict_reused(self, block_ids: BlockIds) -> None:
-        cached = block_ids[self.keys[block_ids] != NO_KEY]
+        keys = self.keys[block_ids]
+        if (keys == NO_KEY).any():
+            cached = block_ids[keys != NO_KEY]
+        else:
+            cached = block_ids
         if len(cached):
             self.num_evicted += len(cached)
             self._forget(cached)

@@ -49,15 +49,25 @@ class KVBuffers:
         words = self._expected(content, group, start, end)
         if taint:
             words = words + np.uint64(taint * _TAINT_STEP & _MASK | 1)
-        first, last = start // self.block_size, -(-end // self.block_size)
-        block_ids = table[first:last]
-        self._forget_history(block_ids)
-        head, tail = start - first * self.block_size, last * self.block_size - end
-        if not head and not tail:
-            self.words[block_ids] = words.reshape(-1, self.block_size)
-            return
-        slots = (block_ids.astype(np.int64)[:, None] * self.block_size + np.arange(self.block_size)).ravel()
-        self.words.reshape(-1)[slots[head : len(slots) - tail]] = words
+        size = self.block_size
+        first, last = start // size, -(-end // size)
+        if self.provenance or self.derived or self.reported:
+            self._forget_history(table[first:last])
+        head, tail = start % size, end % size
+        if head or tail:
+            if last - first == 1:
+                self.words[table[first], head : head + len(words)] = words
+                return
+            if head:
+                self.words[table[first], head:] = words[: size - head]
+                words = words[size - head :]
+                first += 1
+            if tail:
+                last -= 1
+                self.words[table[last], :tail] = words[len(words) - tail :]
+                words = words[: len(words) - tail]
+        if first < last:
+            self.words[table[first:last]] = words.reshape(-1, size)
 
     def wrong_positions(
         self, table: BlockIds, content: Content, group: int, start: int, end: int
@@ -87,11 +97,10 @@ class KVBuffers:
         return words
 
     def _forget_history(self, block_ids: BlockIds) -> None:
-        if self.provenance or self.derived or self.reported:
-            for block_id in block_ids.tolist():
-                self.reported.discard(block_id)
-                self.provenance.pop(block_id, None)
-                self.derived.pop(block_id, None)
+        for block_id in block_ids.tolist():
+            self.reported.discard(block_id)
+            self.provenance.pop(block_id, None)
+            self.derived.pop(block_id, None)
 
     # -- transfers --------------------------------------------------------------------------------------------
 
@@ -103,4 +112,5 @@ class KVBuffers:
     def write_blocks(self, group: int, block_ids: AnyBlockIds, words: WordArray) -> None:
         ids = np.asarray(block_ids, np.int64)
         self.words[ids] = words
-        self._forget_history(ids.astype(np.int32))
+        if self.provenance or self.derived or self.reported:
+            self._forget_history(ids.astype(np.int32))

@@ -102,6 +102,13 @@ class KVCacheManager:
             request_id, min(num_tokens, self.max_model_len), self.no_hit, num_computed_tokens, apply_cap=True
         )
 
+    def num_cached_tokens(self, request_id: str) -> int:
+        """Leading tokens whose blocks have been offered to the prefix cache, in the group with the fewest."""
+        return min(
+            max(manager.tables[request_id].num_cached, 0) * manager.block_size if request_id in manager.tables else 0
+            for manager in self.managers
+        )
+
     def num_blocks_held(self, request_id: str) -> int:
         return sum(int(np.count_nonzero(ids)) for ids in self.block_arrays(request_id))
 
