@@ -106,7 +106,8 @@ def _is_wanted(pull: Pull | None, segments: Sequence[WriteSegment]) -> bool:
 def _is_good(sent: WordArray, delivered: WordArray, damages: Sequence[Damage]) -> NDArray[np.bool_]:
     """Which blocks have the sender's checksum."""
     if sent.shape[1]:
-        return checksums(sent) == checksums(delivered)
+        same: NDArray[np.bool_] = checksums(sent) == checksums(delivered)
+        return same
     # Without contents there is nothing to sum up: what was damaged is known to be.
     is_good = np.ones(len(sent), dtype=np.bool_)
     is_good[[damage.block for damage in damages]] = False

@@ -1,0 +1,606 @@
+"""A producer and a consumer over the bus: the successful pull, and every failure path in each generation."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvreplay.connectors.mooncake.config import MooncakeConfig
+from kvreplay.connectors.mooncake.structs import (
+    BootstrapAnswer,
+    MooncakeXferResponse,
+    MooncakeXferResponseStatus,
+)
+from kvreplay.ids import NS_PER_S
+from kvreplay.sim.envelope import Envelope
+from tests.connectors.mooncake.pair import GENERATIONS, Latency, Pair, behaviour, request_for
+
+Reported = tuple[list[str], list[str], list[int]]
+"""finished_recving, failed_recving, invalid_block_ids"""
+
+NOT_READY = "Timeout waiting for P side ready."
+NO_REPLY = "transfer failed: Resource temporarily unavailable"
+OMITTED = "peer finished without reporting a transfer result"
+BLOCKS = [4, 5, 6]
+FAILED: Reported = (["d1"], [], BLOCKS)
+
+
+def with_status(status: MooncakeXferResponseStatus, message: str | None = None) -> MooncakeXferResponse:
+    return MooncakeXferResponse(status, err_msg=message)
+
+
+def dropped(envelope: Envelope) -> list[Envelope]:
+    return []
+
+
+class TestSuccess:
+    def test_the_pull_waits_for_the_request(self) -> None:
+        pair = Pair()
+        pair.announce()
+        pair.pull()
+        pair.run(5)
+        assert pair.reports == []
+        pair.finish(announce=False)
+        pair.run()
+
+        assert pair.reports == [("P0", 5.0, ["p1"], [], []), ("D0", 5.0, ["d1"], [], [])]
+        assert [pair.d_memory.block(block) for block in BLOCKS] == [pair.p_memory.block(b) for b in (1, 2, 3)]
+        assert pair.p.producer is not None
+        assert pair.p.producer.entries == {}
+
+    def test_messages_and_events_of_one_pull(self) -> None:
+        pair = Pair(network=Latency())
+        pair.finish()
+        pair.pull()
+        pair.run()
+
+        assert pair.wire.kinds_sent() == [
+            "bootstrap.query",
+            "bootstrap.answer",
+            "pull.request",
+            "write.data",
+            "write.done",
+            "pull.reply",
+        ]
+        assert [(event.kind, event.instance, event.request_id, event.peer) for event in pair.sink.events] == [
+            ("bootstrap.queried", "D0", "d1", "P0"),
+            ("bootstrap.answered", "D0", "d1", "P0"),
+            ("pull.sent", "D0", "d1", "P0"),
+            ("send.started", "P0", "p1", "D0"),
+            ("send.finished", "P0", "p1", "D0"),
+            ("pull.replied", "D0", "d1", "P0"),
+            ("pull.settled", "D0", "d1", "P0"),
+        ]
+        assert pair.settled() == [("d1", "ok", None)]
+        write = pair.wire.sent[3]
+        assert write.size_bytes == 3 * 4 * 8
+        assert (write.destination, write.payload.num_blocks) == ("D0/memory/0", 3)
+
+    @pytest.mark.parametrize("order", ["consumer first", "producer first"])
+    def test_either_side_may_be_first(self, order: str) -> None:
+        pair = Pair()
+        if order == "consumer first":
+            pair.pull()
+            pair.run(1)
+        pair.finish()
+        pair.run(1)
+        if order == "producer first":
+            pair.pull()
+        pair.run()
+        assert [report[2] for report in pair.reports] == [["p1"], ["d1"]]
+
+    def test_a_consumer_with_a_prefix_gets_the_last_blocks(self) -> None:
+        pair = Pair()
+        pair.finish([1, 2, 3, 4, 7])
+        pair.pull(request_for("d1", blocks=[[9, 8]]))
+        pair.run()
+        assert pair.d_memory.blocks == {(0, 9): pair.p_memory.block(4), (0, 8): pair.p_memory.block(7)}
+
+    def test_groups_are_written_apart(self) -> None:
+        pair = Pair(num_groups=2)
+        pair.finish([1, 2, 3], [4, 5])
+        pair.pull(request_for("d1", blocks=[[6, 7, 8], [9]]))
+        pair.run()
+        assert [report[2] for report in pair.reports] == [["p1"], ["d1"]]
+        assert sorted(pair.d_memory.blocks) == [(0, 6), (0, 7), (0, 8), (1, 9)]
+        assert pair.d_memory.block(9, group=1) == pair.p_memory.block(5)
+
+    def test_requests_of_one_pull_are_answered_as_they_become_ready(self) -> None:
+        pair = Pair()
+        pair.pull(*(request_for(name, blocks=[[block]]) for name, block in (("d1", 4), ("d2", 5), ("d3", 6))))
+        for index in (2, 3, 1):
+            pair.run(400)
+            pair.finish([index], p_req_id=f"p{index}", transfer_id=f"X{index}")
+        pair.run()
+        replies = [envelope for envelope in pair.wire.sent if envelope.kind == "pull.reply"]
+        assert [(reply.payload.status.name, reply.payload.ok_reqs, reply.reply_index) for reply in replies] == [
+            ("CONTINUE", ["d2"], 0),
+            ("CONTINUE", ["d3"], 1),
+            ("FINISH", ["d1"], 2),
+        ]
+        assert [reply.request_ids for reply in replies] == [("d2",), ("d3",), ("d1",)]
+        # 1,200 s after the pull: the time to wait starts again with each batch, on both sides.
+        assert pair.reports_of("D0")[-1][:2] == (1200.0, ["d1"])
+
+    def test_two_requests_for_one_transfer_free_it_once(self) -> None:
+        pair = Pair()
+        pair.finish()
+        pair.pull(request_for("d1", "X1"), request_for("d2", "X1", [[7, 8, 9]]))
+        pair.run()
+        assert [report[2] for report in pair.reports] == [["p1"], ["d1", "d2"]]
+
+    def test_bytes_on_the_wire_change_nothing(self) -> None:
+        as_structs, as_bytes = Pair(), Pair(encodes_messages=True)
+        for pair in (as_structs, as_bytes):
+            pair.pull(request_for("d1"), request_for("d2", blocks=[[7]]))
+            pair.finish()
+            pair.run()
+        assert as_bytes.sink.events == as_structs.sink.events
+        assert as_bytes.reports == as_structs.reports
+        assert as_bytes.d_memory.blocks == as_structs.d_memory.blocks
+
+    def test_the_layout_is_sent_until_it_is_acknowledged(self) -> None:
+        pair = Pair()
+        for index in (1, 2):
+            pair.finish(p_req_id=f"p{index}", transfer_id=f"X{index}")
+            pair.pull(request_for(f"d{index}"))
+            pair.run()
+        pulls = [envelope.payload for envelope in pair.wire.sent if envelope.kind == "pull.request"]
+        assert [pull.registered_layer_names for pull in pulls] == [["model.layers.0.attn"], []]
+        assert pulls[0].layout_id == pulls[1].layout_id != 0
+        assert pulls[0].layout_id % 2 == 1
+
+    def test_a_lost_layout_is_sent_again(self) -> None:
+        pair = Pair()
+        for index in (1, 2):
+            pair.finish(p_req_id=f"p{index}", transfer_id=f"X{index}")
+            pair.pull(request_for(f"d{index}"))
+            pair.run()
+            assert pair.p.producer is not None
+            pair.p.producer._peer_layouts.forget()
+        pulls = [envelope for envelope in pair.wire.sent if envelope.kind == "pull.request"]
+        assert [pull.attempt for pull in pulls] == [0, 0, 1]
+        assert [status for _, status, _ in pair.settled()] == ["ok", "ok"]
+
+
+class TestFailures:
+    """Reports of the consumer as (finished_recving, failed_recving, invalid_block_ids), and its failed receives."""
+
+    def assert_outcome(
+        self,
+        pair: Pair,
+        generation: str,
+        *,
+        seconds: float,
+        cause: str,
+        silent_count: int = 1,
+        expected: Reported = FAILED,
+    ) -> None:
+        assert pair.settled() == [("d1", "failed", cause)]
+        if generation == "silent":
+            assert pair.reports_of("D0") == []
+            assert pair.d.stats.num_failed_recvs == silent_count
+        else:
+            assert pair.reports_of("D0") == [(seconds, *expected)]
+            assert pair.d.stats.num_failed_recvs == 1
+        assert pair.d.failure_reason("d1") == cause
+
+    @pytest.mark.parametrize("generation", GENERATIONS)
+    def test_f1_f8_never_ready(self, generation: str) -> None:
+        pair = Pair(behaviour(mooncake_failure=generation))
+        pair.pull()
+        pair.run()
+        self.assert_outcome(pair, generation, seconds=480.0, cause=NOT_READY, silent_count=0)
+        assert pair.p.producer is not None
+        assert list(pair.p.producer.entries) == ["X1"], "the placeholder stays for ever"
+
+    @pytest.mark.parametrize("generation", GENERATIONS)
+    def test_f1_engine_write_fails(self, generation: str) -> None:
+        pair = Pair(behaviour(mooncake_failure=generation))
+        pair.wire.transforms["write.data"] = lambda envelope: [replace(envelope, write_result=-1)]
+        pair.finish()
+        pair.pull()
+        pair.run()
+        cause = "Mooncake transfer engine returned -1"
+        self.assert_outcome(pair, generation, seconds=0.0, cause=cause, silent_count=0)
+        assert pair.d_memory.blocks == {}
+        assert pair.p.stats.num_failed_transfers == 1
+        assert pair.reports_of("P0") == [(480.0, ["p1"], [], [])], "the blocks are held until they expire"
+        assert [(event.status, event.cause) for event in pair.events("send.finished")] == [("failed", cause)]
+
+    @pytest.mark.parametrize(
+        ("have", "cause"), [([[1, 2]], "P num blocks less than D"), ([[1, 2, 3], [4]], "KV group count mismatch")]
+    )
+    def test_f1_blocks_do_not_fit(self, have: list[list[int]], cause: str) -> None:
+        pair = Pair()
+        pair.finish(*have)
+        pair.pull()
+        pair.run(1)
+        self.assert_outcome(pair, "settle", seconds=0.0, cause=cause)
+        assert pair.events("send.started") == []
+
+    def test_f1_messages_of_one_batch_are_joined(self) -> None:
+        pair = Pair()
+        pair.wire.transforms["write.data"] = lambda envelope: [replace(envelope, write_result=5)]
+        pair.finish([1], p_req_id="p1", transfer_id="X1")
+        pair.finish([2], p_req_id="p2", transfer_id="X2")
+        pair.pull(request_for("d1", blocks=[[4, 5]]), request_for("d2", blocks=[[6]]))
+        pair.run(1)
+        cause = "P num blocks less than D; Mooncake transfer engine returned 5"
+        assert pair.settled() == [("d1", "failed", cause), ("d2", "failed", cause)]
+
+    @pytest.mark.parametrize("generation", GENERATIONS)
+    def test_f2_error_reply(self, generation: str) -> None:
+        pair = Pair(behaviour(mooncake_failure=generation))
+        error = with_status(MooncakeXferResponseStatus.ERROR)
+        pair.wire.transforms["pull.reply"] = lambda envelope: [replace(envelope, payload=error)]
+        pair.finish()
+        pair.pull()
+        pair.run()
+        self.assert_outcome(pair, generation, seconds=0.0, cause="transfer error")
+
+    @pytest.mark.parametrize("generation", GENERATIONS)
+    def test_f2_error_after_continue(self, generation: str) -> None:
+        """Only #50984 itself takes back what had been received."""
+        pair = Pair(behaviour(mooncake_failure=generation))
+        error = with_status(MooncakeXferResponseStatus.ERROR, "forced")
+        pair.wire.transforms["pull.reply"] = lambda envelope: (
+            [envelope] if envelope.reply_index == 0 else [replace(envelope, payload=error)]
+        )
+        pair.pull(request_for("d1", blocks=[[4]]), request_for("d2", blocks=[[5]]))
+        pair.finish([1])
+        pair.run(1)
+        pair.finish([2], p_req_id="p2", transfer_id="X2")
+        pair.run(1)
+        later: list[tuple[float, list[str], list[str], list[int]]] = {
+            "silent": [],
+            "report": [(1.0, ["d1", "d2"], [], [4, 5])],
+            "settle": [(1.0, ["d2"], [], [5])],
+        }[generation]
+        assert pair.reports_of("D0") == [(0.0, ["d1"], [], []), *later]
+        assert pair.d.stats.num_failed_recvs == {"silent": 1, "report": 2, "settle": 1}[generation]
+
+    @pytest.mark.parametrize("generation", GENERATIONS)
+    def test_f3_f9_lost_reply(self, generation: str) -> None:
+        pair = Pair(behaviour(mooncake_failure=generation))
+        pair.wire.transforms["pull.reply"] = dropped
+        pair.finish()
+        pair.pull()
+        pair.run()
+        self.assert_outcome(pair, generation, seconds=540.0, cause=NO_REPLY)
+        assert pair.reports_of("P0") == [(0.0, ["p1"], [], [])], "the producer knows nothing of it"
+
+    @pytest.mark.parametrize(
+        ("payload", "cause"),
+        [
+            (
+                b"\xc1",
+                "transfer failed: MessagePack data is malformed: invalid opcode '\\xc1' (byte 0)",
+            ),
+            (b"\x81\xa6status\x09", "transfer failed: Invalid enum value 9 - at `$.status`"),
+            (MooncakeXferResponse(9), "transfer failed: Invalid enum value 9 - at `$.status`"),  # type: ignore[arg-type]
+        ],
+    )
+    def test_f3_undecodable_reply(self, payload: object, cause: str) -> None:
+        pair = Pair()
+        pair.wire.transforms["pull.reply"] = lambda envelope: [replace(envelope, payload=payload)]
+        pair.finish()
+        pair.pull()
+        pair.run()
+        self.assert_outcome(pair, "settle", seconds=0.0, cause=cause)
+
+    def test_f3_timeout_after_continue_fails_the_rest(self) -> None:
+        pair = Pair()
+        pair.wire.transforms["pull.reply"] = lambda envelope: [envelope] if envelope.reply_index == 0 else []
+        pair.pull(request_for("d1", blocks=[[4]]), request_for("d2", blocks=[[5]]))
+        pair.finish([1])
+        pair.run(10)
+        pair.finish([2], p_req_id="p2", transfer_id="X2")
+        pair.run()
+        assert pair.settled() == [("d1", "ok", None), ("d2", "failed", NO_REPLY)]
+        assert pair.reports_of("D0") == [(0.0, ["d1"], [], []), (540.0, ["d2"], [], [5])]
+
+    @pytest.mark.parametrize("generation", GENERATIONS)
+    def test_f4_bootstrap_refuses(self, generation: str) -> None:
+        pair = Pair(behaviour(mooncake_failure=generation))
+        pair.pull(request_for("d1", bootstrap="http://nowhere:8998"))
+        pair.run()
+        cause = "remote engine_id P0#0 not found from bootstrap server http://nowhere:8998"
+        self.assert_outcome(pair, generation, seconds=0.2, cause=cause, silent_count=0)
+        asked = [(event.num_tokens, event.time_ns / NS_PER_S) for event in pair.events("bootstrap.queried")]
+        assert asked == [(1, 0.0), (2, 0.1), (3, 0.2)]
+
+    @pytest.mark.parametrize("generation", GENERATIONS)
+    def test_f5_finish_omits_a_request(self, generation: str) -> None:
+        pair = Pair(behaviour(mooncake_failure=generation))
+        finish = with_status(MooncakeXferResponseStatus.FINISH)
+        pair.wire.transforms["pull.reply"] = lambda envelope: [replace(envelope, payload=finish)]
+        pair.finish()
+        pair.pull()
+        pair.run()
+        if generation == "settle":
+            self.assert_outcome(pair, generation, seconds=0.0, cause=OMITTED)
+        else:
+            assert (pair.settled(), pair.reports_of("D0"), pair.d.stats.num_failed_recvs) == ([], [], 0)
+
+    def test_f5_a_request_that_expires_during_another_write_is_omitted(self) -> None:
+        pair = Pair(config=MooncakeConfig(abort_request_timeout=1, receive_timeout=10))
+        pair.wire.delays_s["write.done"] = 1.8
+        pair.announce("p2", "X2")
+        pair.finish([1])
+        pair.pull(request_for("d1", blocks=[[4]]), request_for("d2", blocks=[[5]]))
+        pair.run(0.1)
+        pair.finish([2], p_req_id="p2", transfer_id="X2", announce=False)
+        pair.run()
+        assert pair.settled() == [("d1", "ok", None), ("d2", "failed", OMITTED)]
+        assert pair.reports_of("P0") == [(1.1, ["p2"], [], []), (1.8, ["p1"], [], [])]
+        assert pair.p.stats.num_kv_expired_reqs == 1
+
+    @pytest.mark.parametrize("generation", GENERATIONS)
+    def test_f7_release_only_pull_fails(self, generation: str) -> None:
+        pair = Pair(behaviour(mooncake_failure=generation))
+        pair.pull(request_for("d1", blocks=[]))
+        pair.run()
+        self.assert_outcome(pair, "silent", seconds=0, cause=NOT_READY, silent_count=generation != "silent")
+
+    @pytest.mark.parametrize("blocks", [[], [[]]])
+    @pytest.mark.parametrize("generation", GENERATIONS)
+    def test_release_only_pull_succeeds(self, generation: str, blocks: list[list[int]]) -> None:
+        """Before 0.33 the consumer reported a request that its scheduler does not wait for."""
+        pair = Pair(behaviour(mooncake_failure=generation))
+        pair.finish()
+        pair.pull(request_for("d1", blocks=blocks))
+        pair.run()
+        assert pair.reports_of("P0") == [(0.0, ["p1"], [], [])]
+        assert pair.reports_of("D0") == ([] if generation == "settle" else [(0.0, ["d1"], [], [])])
+        assert pair.events("send.started") == []
+
+    def test_f9_producer_dies(self) -> None:
+        pair = Pair()
+        pair.announce()
+        pair.pull()
+        pair.run(10)
+        pair.p.shutdown()
+        pair.run()
+        self.assert_outcome(pair, "settle", seconds=540.0, cause=NO_REPLY)
+
+    def test_f10_nobody_pulls(self) -> None:
+        pair = Pair()
+        pair.finish()
+        pair.run()
+        assert pair.reports == [("P0", 480.0, ["p1"], [], [])]
+        (expired,) = pair.events("send.expired")
+        assert (expired.request_id, expired.transfer_id, expired.num_blocks) == ("p1", "X1", 3)
+        assert expired.time_ns == 480 * NS_PER_S + 1, "a poll at the very instant finds it not expired"
+
+    def test_f11_pull_after_expiry(self) -> None:
+        pair = Pair()
+        pair.finish()
+        pair.run(481)
+        pair.pull()
+        pair.run()
+        self.assert_outcome(pair, "settle", seconds=961.0, cause=NOT_READY)
+        assert pair.p.producer is not None
+        assert list(pair.p.producer.entries) == ["X1"]
+
+    def test_f8_producer_drops_a_request_that_is_waited_for(self) -> None:
+        pair = Pair()
+        pair.announce()
+        pair.pull()
+        pair.run(5)
+        pair.drop("X1")
+        pair.run(5)
+        pair.finish(p_req_id="p2")
+        pair.run()
+        self.assert_outcome(pair, "settle", seconds=480.0, cause=NOT_READY)
+        assert pair.reports_of("P0") == [(490.0, ["p2"], [], [])], "the old waiter is not woken by a new request"
+
+    def test_f13_a_drop_of_an_unknown_transfer_loses_those_after_it(self) -> None:
+        pair = Pair()
+        pair.announce()
+        pair.drop("unknown", "X1")
+        assert pair.p.producer is not None
+        assert list(pair.p.producer.entries) == ["X1"]
+
+    def test_f13_a_finish_of_an_unknown_transfer_loses_those_after_it(self) -> None:
+        pair = Pair()
+        pair.announce("p2", "X2")
+        pair.finish(announce=False)
+        pair.pull()
+        pair.run(1)
+        assert pair.reports == []
+
+    @pytest.mark.parametrize(("num_groups", "failed", "invalid"), [(1, [], [4, 5]), (2, ["d1"], [])])
+    def test_several_groups_report_the_request(self, num_groups: int, failed: list[str], invalid: list[int]) -> None:
+        pair = Pair(num_groups=num_groups)
+        pair.pull(request_for("d1", blocks=[[4], [5]][:num_groups] if num_groups == 2 else [[4, 5]]))
+        pair.run()
+        assert pair.reports_of("D0") == [(480.0, ["d1"], failed, invalid)]
+
+    def test_a_null_transfer_id_is_refused_by_the_producer(self) -> None:
+        pair = Pair()
+        request = request_for("d1")
+        request.transfer_id = None  # type: ignore[assignment]
+        pair.pull(request)
+        pair.run()
+        cause = "Expected `str`, got `None` - at `$.req_blocks[...][0]`"
+        self.assert_outcome(pair, "settle", seconds=0.0, cause=cause)
+
+
+class TestUnaskedReplies:
+    @pytest.mark.parametrize("generation", GENERATIONS)
+    def test_an_unknown_id(self, generation: str) -> None:
+        pair = Pair(behaviour(mooncake_failure=generation))
+
+        def name_stranger(envelope: Envelope) -> list[Envelope]:
+            reply = MooncakeXferResponse(MooncakeXferResponseStatus.FINISH, ok_reqs=["stranger", "d1"])
+            return [replace(envelope, payload=reply)]
+
+        pair.wire.transforms["pull.reply"] = name_stranger
+        pair.finish()
+        pair.pull()
+        pair.run()
+        expected: dict[str, list[tuple[float, list[str], list[str], list[int]]]] = {
+            "silent": [],
+            "report": [(0.0, ["d1"], [], BLOCKS)],
+            "settle": [(0.0, ["d1"], [], [])],
+        }
+        assert pair.reports_of("D0") == expected[generation]
+        if generation != "settle":
+            assert pair.settled() == [("d1", "failed", "transfer failed: 'stranger'")]
+
+    def test_a_result_named_twice_counts_once(self) -> None:
+        pair = Pair()
+        again = MooncakeXferResponse(MooncakeXferResponseStatus.CONTINUE, ok_reqs=["d1"])
+        pair.wire.transforms["pull.reply"] = lambda envelope: [
+            replace(envelope, payload=again),
+            replace(envelope, payload=again),
+            envelope,
+            envelope,
+        ]
+        pair.finish()
+        pair.pull()
+        pair.run()
+        assert pair.settled() == [("d1", "ok", None)]
+        assert pair.reports_of("D0") == [(0.0, ["d1"], [], [])]
+
+    def test_in_both_lists_the_error_wins(self) -> None:
+        pair = Pair()
+        both = MooncakeXferResponse(MooncakeXferResponseStatus.FINISH, ok_reqs=["d1"], err_reqs=["d1"])
+        pair.wire.transforms["pull.reply"] = lambda envelope: [replace(envelope, payload=both)]
+        pair.finish()
+        pair.pull()
+        pair.run()
+        assert pair.settled() == [("d1", "failed", "unknown error")]
+
+
+class TestBootstrap:
+    def test_batches_share_one_query(self) -> None:
+        pair = Pair(network=Latency())
+        for index in (1, 2):
+            pair.finish(p_req_id=f"p{index}", transfer_id=f"X{index}")
+            pair.pull(request_for(f"d{index}"))
+        pair.run()
+        assert pair.wire.kinds_sent().count("bootstrap.query") == 1
+        assert [status for _, status, _ in pair.settled()] == ["ok", "ok"]
+
+    def test_only_the_first_address_of_a_batch_is_asked(self) -> None:
+        pair = Pair()
+        pair.pull(request_for("d1", bootstrap="http://nowhere:1"), request_for("d2"))
+        pair.run()
+        cause = "remote engine_id P0#0 not found from bootstrap server http://nowhere:1"
+        assert pair.settled() == [("d1", "failed", cause), ("d2", "failed", cause)]
+
+    def test_a_failure_is_not_remembered(self) -> None:
+        pair = Pair()
+        pair.wire.transforms["bootstrap.answer"] = lambda envelope: [
+            replace(envelope, payload=BootstrapAnswer(body=b"{}"))
+        ]
+        pair.pull()
+        pair.run()
+        pair.wire.transforms.clear()
+        pair.finish(p_req_id="p2", transfer_id="X2")
+        pair.pull(request_for("d2"))
+        pair.run()
+        assert [status for _, status, _ in pair.settled()] == ["failed", "ok"]
+
+    @pytest.mark.parametrize(
+        ("answer", "attempts"),
+        [
+            (BootstrapAnswer(404), 1),
+            (BootstrapAnswer(500, b"no"), 1),
+            (BootstrapAnswer(200, b"<html>"), 1),
+            (BootstrapAnswer(200, b"[]"), 1),
+            (BootstrapAnswer(200, b'{"0": {"engine_id": "P0#0"}}'), 1),
+            (BootstrapAnswer(0, error="refused"), 3),
+        ],
+    )
+    def test_only_a_broken_transport_is_tried_again(self, answer: BootstrapAnswer, attempts: int) -> None:
+        pair = Pair()
+        pair.wire.transforms["bootstrap.answer"] = lambda envelope: [replace(envelope, payload=answer)]
+        pair.pull()
+        pair.run()
+        assert pair.wire.kinds_sent().count("bootstrap.query") == attempts
+        assert [status for _, status, _ in pair.settled()] == ["failed"]
+
+    def test_a_hanging_server_costs_three_timeouts(self) -> None:
+        pair = Pair()
+        pair.wire.transforms["bootstrap.query"] = dropped
+        pair.pull()
+        pair.run()
+        assert pair.reports_of("D0")[0][0] == pytest.approx(90.2)
+
+    @pytest.mark.parametrize(("url", "cause"), [("http://P0:8998/", "HTTP status 404"), ("P0:8998", "unsupported")])
+    def test_an_address_that_is_not_quite_right(self, url: str, cause: str) -> None:
+        pair = Pair()
+        pair.pull(request_for("d1", bootstrap=url))
+        pair.run()
+        assert (pair.events("bootstrap.answered")[-1].cause or "").startswith(cause)
+        assert pair.settled()[0][2] == f"remote engine_id P0#0 not found from bootstrap server {url}"
+
+    @pytest.mark.parametrize("worker_addr", ["{}", '{"1": {"0": "tcp://P0/mooncake/0"}}'])
+    def test_f12_a_missing_rank_parks_the_request(self, worker_addr: str) -> None:
+        pair = Pair()
+        body = f'{{"0": {{"engine_id": "P0#0", "worker_addr": {worker_addr}}}}}'.encode()
+        pair.wire.transforms["bootstrap.answer"] = lambda envelope: [
+            replace(envelope, payload=BootstrapAnswer(body=body))
+        ]
+        pair.pull()
+        pair.run()
+        assert (pair.settled(), pair.reports) == ([], [])
+
+    def test_an_address_of_no_endpoint_fails_the_pull(self) -> None:
+        pair = Pair()
+        body = b'{"0": {"engine_id": "P0#0", "worker_addr": {"0": {"0": "nonsense"}}}}'
+        pair.wire.transforms["bootstrap.answer"] = lambda envelope: [
+            replace(envelope, payload=BootstrapAnswer(body=body))
+        ]
+        pair.pull()
+        pair.run()
+        assert pair.settled() == [("d1", "failed", "transfer failed: Invalid zmq path: nonsense")]
+
+
+class TestRestart:
+    def test_a_restarted_producer_is_found_under_its_new_engine_id(self) -> None:
+        pair = Pair()
+        pair.finish()
+        pair.pull()
+        pair.run()
+        pair.p.shutdown()
+        pair.p = pair.start("P0", "kv_producer", pair.p_memory, incarnation=1)
+        pair.finish(p_req_id="p2", transfer_id="X2")
+        pair.pull(request_for("d2", engine_id="P0#1"))
+        pair.run(1)
+        assert [status for _, status, _ in pair.settled()] == ["ok", "ok"]
+
+    def test_its_old_address_stays_dead(self) -> None:
+        pair = Pair()
+        pair.finish()
+        pair.pull()
+        pair.run()
+        pair.p.shutdown()
+        pair.p = pair.start("P0", "kv_producer", pair.p_memory, incarnation=1)
+        pair.finish(p_req_id="p2", transfer_id="X2")
+        pair.pull(request_for("d2"))
+        pair.run()
+        assert pair.settled()[-1] == ("d2", "failed", NO_REPLY)
+
+    def test_a_write_does_not_reach_a_restarted_consumer(self) -> None:
+        pair = Pair()
+        pair.wire.delays_s["write.data"] = 1
+        pair.finish()
+        pair.pull()
+        pair.run(0.5)
+        pair.d.shutdown()
+        pair.d = pair.start("D0", "kv_consumer", pair.d_memory, incarnation=1)
+        pair.run(1)
+        assert pair.d_memory.blocks == {}
+        assert pair.p.stats.num_failed_transfers == 1
+
+    def test_shutdown_leaves_nothing_pending(self) -> None:
+        pair = Pair()
+        pair.finish()
+        pair.pull(request_for("d2"))
+        pair.run(1)
+        pair.p.shutdown()
+        pair.d.shutdown()
+        assert pair.loop.num_live == 0
