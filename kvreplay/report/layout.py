@@ -11,7 +11,7 @@ from rich.text import Text
 from kvreplay.report.words import safe
 
 INDENT = 2
-WIDE = 100
+WIDE = 120
 """From this many columns on, tables show what is only nice to know."""
 
 

@@ -3,8 +3,7 @@
 import shlex
 from collections.abc import Iterator, Sequence
 
-from kvreplay.verdict.model import InEffect
-from kvreplay.verdict.verdict import DEFAULT_FAIL_ON
+from kvreplay.verdict.model import DEFAULT_FAIL_ON, InEffect
 
 _DEFAULTS = InEffect(trace="", config="", config_origin="", profile="", profile_origin="", policy="", policy_origin="")
 
@@ -28,8 +27,8 @@ def _options(in_effect: InEffect) -> Iterator[str]:
     yield from _each("--inject", in_effect.injected)
     if in_effect.limit is not None:
         yield from ("--limit", str(in_effect.limit))
-    if in_effect.fail_on and tuple(in_effect.fail_on) != DEFAULT_FAIL_ON:
-        yield from ("--fail-on", ",".join(in_effect.fail_on))
+    if in_effect.fail_on != DEFAULT_FAIL_ON:
+        yield from ("--fail-on", ",".join(in_effect.fail_on) or "none")
     if in_effect.overdue_after_s != _DEFAULTS.overdue_after_s:
         yield from ("--overdue-after", f"{in_effect.overdue_after_s:g}")
     yield from ("--seed", str(in_effect.seed))

@@ -134,9 +134,8 @@ def _stalled(summary: Summary, width: int) -> Section:
     blocks = sum(stall.blocks_held for stall in stalls)
     held = f"{plural(blocks, 'block')} held, {number(sum(stall.block_seconds for stall in stalls))} block-seconds"
     yield title("Stalled", f"{number(len(stalls))}, {held}")
-    if len(stalls) > 1:
-        yield _stall_groups(stalls)
-        yield Line("")
+    yield _stall_groups(stalls)
+    yield Line("")
     yield _stall_table(stalls[:MAX_STALLS], is_wide=width >= WIDE)
     if len(stalls) > MAX_STALLS:
         yield more(len(stalls) - MAX_STALLS, "stalled requests")
@@ -162,19 +161,22 @@ def _stall_group(waiting_on: str, peer: str, members: list[Stall]) -> tuple[str,
 
 
 def _stall_table(stalls: list[Stall], *, is_wide: bool) -> RenderableType:
-    headers = [Column("request", fold=True), Column("instance", fold=True), Column("status", fold=True)]
-    headers += [Column("since", "right"), Column("blocks", "right"), Column("block-s", "right")]
+    any_healed = any(stall.ended for stall in stalls)
+    headers = [Column("request", fold=True), Column("instance", fold=True), Column("status")]
+    headers += [Column("since", "right"), Column("blocks", "right")]
+    if any_healed:
+        headers.append(Column("healed"))
     if is_wide:
-        headers += [Column(name, fold=True) for name in ("waiting on", "peer", "fault")]
+        headers += [Column("block-s", "right"), Column("peer", fold=True), Column("fault", fold=True)]
     rows = [
         (
             stall.request_id,
             stall.instance or "-",
-            stall.status + (f" ({stall.ended} after healing)" if stall.ended else ""),
+            stall.status,
             instant(stall.since_s),
             number(stall.blocks_held),
-            number(stall.block_seconds),
-            *((stall.waiting_on or "-", stall.peer or "-", stall.fault or "-") if is_wide else ()),
+            *((stall.ended or "lost",) if any_healed else ()),
+            *((number(stall.block_seconds), stall.peer or "-", stall.fault or "-") if is_wide else ()),
         )
         for stall in stalls
     ]

@@ -4,11 +4,13 @@ The keys are an interface: they are only ever added to, and a new one has a defa
 older traces still read. Times are in seconds of virtual time unless the name says otherwise.
 """
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from kvreplay.errors import TraceError
+
+DEFAULT_FAIL_ON: Final = ("crashed", "stalled", "violated")
 
 
 class Requests(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,7 +204,7 @@ class InEffect(msgspec.Struct, frozen=True, kw_only=True):
     """`--set KEY=VALUE`."""
     behaviours: list[str] = []
     """`--behaviour NAME=VALUE`."""
-    fail_on: list[str] = []
+    fail_on: tuple[str, ...] = DEFAULT_FAIL_ON
     overdue_after_s: float = 10.0
 
 

@@ -15,7 +15,7 @@ from kvreplay.verdict import counts
 from kvreplay.verdict.attach import Attached, StallKey, attach
 from kvreplay.verdict.model import Crash, FaultCount, InEffect, Requests, Stall, Summary, Violation
 from kvreplay.verdict.outcomes import count_reasons, count_requests, latency, outcomes, outcomes_of
-from kvreplay.verdict.verdict import DEFAULT_FAIL_ON, Verdict, judge
+from kvreplay.verdict.verdict import Verdict, judge
 
 _Cause = TypeVar("_Cause", Stall, Crash)
 
@@ -41,8 +41,6 @@ class RunFacts:
     faults: Sequence[PlannedFault] = ()
     path_timers_ns: int = 0
     """Sum of the timers on a parked request's path: what it may wait at most if all of them run out."""
-    overdue_after_ns: int = 10 * NS_PER_S
-    fail_on: Sequence[str] = DEFAULT_FAIL_ON
 
 
 def summarise(frame: pl.DataFrame, facts: RunFacts, findings: Sequence[Finding] = ()) -> Summary:
@@ -52,7 +50,8 @@ def summarise(frame: pl.DataFrame, facts: RunFacts, findings: Sequence[Finding] 
     `wall_seconds` is None, and nothing else depends on when or where this runs.
     """
     virtual_ns = int(frame["time_ns"][-1]) if frame.height else 0
-    found = outcomes(frame, facts.path_timers_ns + facts.overdue_after_ns)
+    overdue_after_ns = round(facts.in_effect.overdue_after_s * NS_PER_S)
+    found = outcomes(frame, facts.path_timers_ns + overdue_after_ns)
     faults = _fault_rows(frame)
     requests = count_requests(found, faults["request_id"].drop_nulls().unique().to_list())
     judged = _judge(frame, facts, found.stalls, requests, faults, findings)
@@ -112,7 +111,7 @@ def _judge(
     own_stalls = [_with_implied(stall, attached.by_stall.get(place)) for place, stall in enumerate(stalls)]
     own_crashes = [_with_implied(crash, attached.by_crash.get(place)) for place, crash in enumerate(crashes)]
     violations = _violations(attached, faults)
-    verdict = judge(requests, own_stalls, own_crashes, violations, facts.fail_on)
+    verdict = judge(requests, own_stalls, own_crashes, violations, facts.in_effect.fail_on)
     return _Judged(verdict, own_stalls, own_crashes, violations)
 
 

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from kvreplay.behaviour import nearest
 from kvreplay.errors import ConfigError
-from kvreplay.verdict.model import Crash, Requests, Stall, Violation
+from kvreplay.verdict.model import DEFAULT_FAIL_ON, Crash, Requests, Stall, Violation
 
 
 class ExitStatus(IntEnum):
@@ -23,7 +23,6 @@ class ExitStatus(IntEnum):
 
 
 FAIL_ON: Final = ("crashed", "stalled", "violated", "failed", "overdue")
-DEFAULT_FAIL_ON: Final = ("crashed", "stalled", "violated")
 
 
 class Verdict(NamedTuple):

@@ -1,0 +1,133 @@
+"""Numbers, sparklines, the command to reproduce, JSON and progress."""
+
+import io
+import json
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from kvreplay.report.json_report import write_json
+from kvreplay.report.progress import progress
+from kvreplay.report.reproduce import command
+from kvreplay.report.sparkline import columns, sparkline
+from kvreplay.report.words import duration, listed, safe, share
+from kvreplay.verdict.model import InEffect, Summary
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "-"),
+        (0.0, "0 ms"),
+        (0.00825, "8.25 ms"),
+        (0.25, "250 ms"),
+        (0.9999, "1.00 s"),
+        (2.107, "2.11 s"),
+        (12.04, "12.0 s"),
+        (3601.2, "3,601 s"),
+    ],
+)
+def test_durations(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_shares() -> None:
+    assert [share(0, 10), share(1, 3), share(1, 10_000), share(1, 0)] == ["0.0 %", "33.3 %", "< 0.1 %", "-"]
+
+
+def test_counts_are_listed_by_size() -> None:
+    assert listed({"failed": 2, "aborted": 2, "stalled": 1200}) == "1,200 stalled, 2 aborted, 2 failed"
+
+
+def test_safe_keeps_what_is_printable() -> None:
+    assert safe("größe 木 [x] 50 %") == "größe 木 [x] 50 %"
+    assert safe("a\tb\x1b[0m\x9b\ud800") == "a\\tb\\x1b[0m\\x9b\\ud800"
+
+
+def test_columns_take_the_highest_of_a_slice_and_hold_the_last() -> None:
+    assert columns([0.0, 1.0, 1.5, 8.0], [3, 9, 4, 1], end=8.0, width=4) == [9, 9, 9, 1]
+    assert columns([6.0], [5], end=8.0, width=4) == [0, 0, 0, 5]
+    assert columns([0.0], [5], end=0.0, width=2) == [5, 5]
+
+
+def test_only_zero_is_blank() -> None:
+    assert sparkline([0, 1, 50, 99, 100, 130], 100) == " ▁▄██" + "█"
+    assert sparkline([0, 1, 50, 100], 100, ascii_only=True) == " .=@"
+    assert sparkline([0, 0], 0) == "  "
+
+
+def in_effect(**changes: object) -> InEffect:
+    plain = InEffect(
+        trace="decode-stall",
+        config="mooncake-1p1d",
+        config_origin="the trace",
+        profile="vllm-0.33",
+        profile_origin="the default",
+        policy="fail",
+        policy_origin="the config",
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+def test_a_plain_run_has_a_short_command() -> None:
+    assert command(in_effect()) == "kvreplay run decode-stall --seed 0"
+
+
+def test_all_that_was_given_is_given_again() -> None:
+    given = in_effect(
+        config_origin="--config",
+        policy_origin="--policy",
+        injected=["timeout:request=a b*"],
+        plan="night.toml",
+        behaviours=["transfer_fence=attempt"],
+        fail_on=("crashed", "failed"),
+        overdue_after_s=2.5,
+        limit=10,
+    )
+    assert command(given) == (
+        "kvreplay run decode-stall --config mooncake-1p1d --policy fail --behaviour transfer_fence=attempt"
+        " --plan night.toml --inject 'timeout:request=a b*' --limit 10 --fail-on crashed,failed"
+        " --overdue-after 2.5 --seed 0"
+    )
+
+
+def test_nothing_counting_is_given_again_too() -> None:
+    assert "--fail-on none" in command(in_effect(fail_on=()))
+
+
+def test_json_is_one_object_and_nothing_else(summary: Summary) -> None:
+    out = io.StringIO()
+    write_json(summary.with_wall_seconds(2.5), out)
+    document = json.loads(out.getvalue())
+    assert (document["verdict"], document["wall_seconds"], len(document["stalled"])) == ("stalled", 2.5, 240)
+    assert out.getvalue().endswith("}\n")
+
+
+def test_progress_is_silent_when_piped() -> None:
+    out = io.StringIO()
+    with progress(100, Console(file=out)) as advance:
+        advance(50, 10**9)
+    assert out.getvalue() == ""
+
+
+def test_progress_shows_how_far_it_is_and_goes_when_done() -> None:
+    out = io.StringIO()
+    with progress(100, Console(file=out, force_terminal=True, width=120)) as advance:
+        for done in range(101):
+            advance(done, done * 10**9)
+    assert "100/100 requests" in out.getvalue()
+    assert "at 100 s" in out.getvalue()
+    assert out.getvalue().endswith("\x1b[2K")
+
+
+def test_progress_leaves_nothing_behind_when_interrupted() -> None:
+    out = io.StringIO()
+
+    def interrupted() -> None:
+        with progress(100, Console(file=out, force_terminal=True, width=120)):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert "\x1b[?25h" in out.getvalue()
