@@ -81,12 +81,16 @@ class Injector:
             kind: [fault for fault in self._messages if fault.kind == kind]
             for kind in dict.fromkeys(fault.kind for fault in self._messages)
         }
+        self._opening_kinds = frozenset(
+            fault.fault.row.opened_by for fault in self._messages if fault.fault.row.opened_by
+        )
+        self._requests_of: dict[str, tuple[str, ...]] = {}
         self._watch()
         self.sink: EventSink = own_sink if self._observers else sink
 
     def arm(self, topology: TopologyInfo) -> None:
         """Start: intercept messages, schedule what is due at a time. The plan must be possible in `topology`."""
-        self.kinds = frozenset(self._by_kind)
+        self.kinds = frozenset(self._by_kind) | self._opening_kinds
         if self.kinds:
             self._bus.interceptor = self
         for record in self._config_records:
@@ -97,7 +101,9 @@ class Injector:
     # -- messages ----------------------------------------------------------------------------------------
 
     def intercept(self, envelope: Envelope, now_ns: int) -> list[Delivery] | None:
-        faults = self._by_kind[envelope.kind]
+        if envelope.kind in self._opening_kinds:
+            self._requests_of.setdefault(envelope.conversation, envelope.request_ids)
+        faults = self._by_kind.get(envelope.kind, [])
         for index, fault in enumerate(faults):
             if fault.chooses(envelope, now_ns):
                 return self._compose(envelope, now_ns, faults[:index])
@@ -128,7 +134,9 @@ class Injector:
             return [delivery]
         if sent.kind != fault.kind:  # another fault has made it this fault's kind
             chosen = fault.chooses(delivery.envelope, now_ns)
-        return fault.apply(delivery, now_ns) if chosen else [delivery]
+        if not chosen:
+            return [delivery]
+        return fault.apply(delivery, now_ns, self._requests_of.get(delivery.envelope.conversation, ()))
 
     def hold(self, delivery: Delivery, release: Callable[[], None]) -> None:
         pattern = parse_event_pattern(delivery.waits_for)

@@ -74,8 +74,11 @@ class MessageFault:
     def _matches(self, envelope: Envelope, now_ns: int) -> bool:
         return now_ns in self.window and (not self._tests or all(test(envelope) for test in self._tests))
 
-    def apply(self, delivery: Delivery, now_ns: int) -> list[Delivery]:
-        """What becomes of a chosen message. It may still be left alone: none of its requests is a victim."""
+    def apply(self, delivery: Delivery, now_ns: int, requests: tuple[str, ...] = ()) -> list[Delivery]:
+        """What becomes of a chosen message. It may still be left alone: none of its requests is a victim.
+
+        `requests`: all of the conversation, if the row wants them remembered.
+        """
         envelope, row = delivery.envelope, self.fault.row
         key = envelope.conversation or _key_of(envelope)
         if self._states.get(key) != _CHOSEN:
@@ -83,7 +86,8 @@ class MessageFault:
         draw = self._draws.get(key)
         if draw is None:
             draw = self._draws[key] = self._choice.draw(key)
-        victims = row.victims(envelope, self._settings, draw) if row.victims else envelope.request_ids
+        settings = {**self._settings, "requests": requests or envelope.request_ids}
+        victims = row.victims(envelope, settings, draw) if row.victims else envelope.request_ids
         if row.victims and not victims:
             return [delivery]
         if not row.whole_conversation:
@@ -91,7 +95,7 @@ class MessageFault:
         handle = self._report(envelope, victims, key, now_ns)
         return [
             _on_top_of(delivery, result, self.fault.spec, handle)
-            for result in self._verb.deliveries(row, envelope, self._settings, draw)
+            for result in self._verb.deliveries(row, envelope, settings, draw)
         ]
 
     def _report(self, envelope: Envelope, victims: tuple[str, ...], key: str, now_ns: int) -> int:

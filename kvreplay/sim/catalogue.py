@@ -7,7 +7,8 @@ from typing import Any, Final
 from kvreplay.sim.envelope import Delivery, Envelope
 
 Settings = Mapping[str, Any]
-"""A fault's settings by name, and under `request` and `group` the common keys of that name (None: any)."""
+"""A fault's settings by name, under `request` and `group` the common keys of that name (None: any), and under
+`requests` all requests of the conversation (`FaultRow.opened_by`) or, where that is not known, of the message."""
 
 Transform = Callable[[Envelope, Settings, int], list[Delivery]]
 """(envelope, settings, draw) → what is delivered instead. `draw` is 64 random bits that belong to this
@@ -69,6 +70,8 @@ class FaultRow:
     selects: Selects | None = None
     rewrite: Rewrite | None = None
     """What the set-up verb `arrival` does."""
+    opened_by: str = ""
+    """Kind of the message that opens such a conversation and names all of its requests: it is remembered."""
     whole_conversation: bool = False
     short_name: bool = False
     needs: str = ""

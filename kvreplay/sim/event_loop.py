@@ -86,11 +86,14 @@ class EventLoop:
         self.num_run += 1
         action()
 
-    def run_until_quiescent(self, until_ns: int = FOREVER_NS) -> bool:
-        """Run until only daemons are left, or the next action lies after `until_ns`. True if quiescent."""
+    def run_until_quiescent(self, until_ns: int | None = None, *, max_actions: int | None = None) -> bool:
+        """Run until only daemons are left; True then. False if the next action lies after `until_ns`, or after
+        `max_actions` actions."""
         step = self.step
+        budget = max_actions if max_actions is not None else FOREVER_NS
         while self._num_live:
-            if until_ns != FOREVER_NS and self.peek_ns() > until_ns:
+            if not budget or (until_ns is not None and self.peek_ns() > until_ns):
                 return False
+            budget -= 1
             step()
         return True
