@@ -4,11 +4,15 @@ The keys are an interface: they are only ever added to, and a new one has a defa
 older traces still read. Times are in seconds of virtual time unless the name says otherwise.
 """
 
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
 from kvreplay.errors import TraceError
+from kvreplay.verdict.exit_status import ExitStatus
+
+Word: TypeAlias = Literal["passed", "violated", "stalled", "crashed"]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 DEFAULT_FAIL_ON: Final = ("crashed", "stalled", "violated")
 
@@ -174,12 +178,17 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str
     num_instances: int
-    capacity_blocks: int
-    time_s: list[float]
-    blocks: list[int]
-    running: list[int]
-    waiting: list[int]
-    deferred: list[int]
+    capacity_blocks: Count
+    time_s: list[Annotated[float, msgspec.Meta(ge=0)]]
+    blocks: list[Count]
+    running: list[Count]
+    waiting: list[Count]
+    deferred: list[Count]
+
+    def __post_init__(self) -> None:
+        lengths = {len(line) for line in (self.time_s, self.blocks, self.running, self.waiting, self.deferred)}
+        if len(lengths) != 1 or not self.time_s:
+            raise ValueError(f"series of {self.role}: lines of one and the same length expected")
 
 
 class InEffect(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,8 +231,8 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    verdict: str
-    exit_status: int
+    verdict: Word
+    exit_status: ExitStatus
     fingerprint: str
     seed: int
     profile: str
@@ -265,5 +274,5 @@ def summary_from_json(text: str) -> Summary:
     """Read what `to_json` wrote, by this version or an older one. Raises TraceError on anything else."""
     try:
         return msgspec.json.decode(text, type=Summary)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise TraceError(f"run.summary: not a summary that this version can read: {error}") from error

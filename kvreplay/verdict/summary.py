@@ -60,7 +60,7 @@ def summarise(frame: pl.DataFrame, facts: RunFacts, findings: Sequence[Finding] 
     instances = counts.instances(usage, facts.roles, virtual_ns, int(arrived[-1]) if len(arrived) else 0)
     return Summary(
         verdict=judged.verdict.word,
-        exit_status=int(judged.verdict.status),
+        exit_status=judged.verdict.status,
         reason=judged.verdict.reason,
         fingerprint=facts.fingerprint,
         seed=facts.in_effect.seed,

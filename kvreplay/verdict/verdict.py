@@ -2,27 +2,22 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import Final, NamedTuple
 
 from kvreplay.behaviour import nearest
 from kvreplay.errors import ConfigError
-from kvreplay.verdict.model import DEFAULT_FAIL_ON, Crash, Requests, Stall, Violation
-
-
-class ExitStatus(IntEnum):
-    """Every exit status of the command line. 1 stays free for an uncaught exception: kvreplay's own bug."""
-
-    PASSED = 0
-    BUG = 1
-    USAGE = 2
-    VIOLATED = 3
-    STALLED = 4
-    CRASHED = 5
-    INTERRUPTED = 130
-
+from kvreplay.verdict.exit_status import ExitStatus
+from kvreplay.verdict.model import DEFAULT_FAIL_ON, Crash, Requests, Stall, Violation, Word
 
 FAIL_ON: Final = ("crashed", "stalled", "violated", "failed", "overdue")
+
+
+WORDS: Final[dict[ExitStatus, Word]] = {
+    ExitStatus.PASSED: "passed",
+    ExitStatus.VIOLATED: "violated",
+    ExitStatus.STALLED: "stalled",
+    ExitStatus.CRASHED: "crashed",
+}
 
 
 class Verdict(NamedTuple):
@@ -30,9 +25,8 @@ class Verdict(NamedTuple):
     reason: str
 
     @property
-    def word(self) -> str:
-        """passed, violated, stalled or crashed."""
-        return self.status.name.lower()
+    def word(self) -> Word:
+        return WORDS[self.status]
 
 
 def parse_fail_on(text: str) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvreplay.verdict.exit_status import ExitStatus
 from kvreplay.verdict.model import (
     Crash,
     Evicted,
@@ -84,7 +85,7 @@ def summary() -> Summary:
     percentiles = Percentiles(p50=2.107791, p90=0.0291, p99=118.4, count=11_779)
     return Summary(
         verdict="stalled",
-        exit_status=4,
+        exit_status=ExitStatus.STALLED,
         reason="240 requests will never end, all waiting on the reply of a pull",
         fingerprint="0123456789abcdef",
         seed=7,

@@ -377,10 +377,31 @@ def test_a_summary_of_an_older_version_reads_with_defaults(sum_up: SumUp) -> Non
     assert summary_from_json(json.dumps(old)).series == []
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"verdict": 1}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"verdict": 1}', "[" * 100_000])
 def test_what_is_no_summary_is_refused(text: str) -> None:
     with pytest.raises(TraceError, match=r"^run.summary: not a summary that this version can read: "):
         summary_from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("verdict", "green"),
+        ("exit_status", 7),
+        ("series", [{"role": "decode", "num_instances": 1, "capacity_blocks": 4}]),
+    ],
+)
+def test_a_tampered_summary_is_refused(sum_up: SumUp, key: str, value: object) -> None:
+    document = json.loads(sum_up().to_json())
+    with pytest.raises(TraceError, match=rf"\$\.{key}"):
+        summary_from_json(json.dumps({**document, key: value}))
+
+
+def test_lines_of_different_lengths_are_refused(sum_up: SumUp) -> None:
+    document = json.loads(sum_up(*usage("D0", 10, blocks=5)).to_json())
+    document["series"][0]["running"].append(3)
+    with pytest.raises(TraceError, match="lines of one and the same length expected"):
+        summary_from_json(json.dumps(document))
 
 
 def test_an_empty_run_passes(sum_up: SumUp) -> None:

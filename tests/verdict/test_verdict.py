@@ -5,8 +5,9 @@ from itertools import product
 import pytest
 
 from kvreplay.errors import ConfigError
+from kvreplay.verdict.exit_status import ExitStatus
 from kvreplay.verdict.model import DEFAULT_FAIL_ON, Crash, Requests, Stall, Violation
-from kvreplay.verdict.verdict import ExitStatus, judge, parse_fail_on, plural
+from kvreplay.verdict.verdict import judge, parse_fail_on, plural
 
 
 def requests(**counts: int) -> Requests:
