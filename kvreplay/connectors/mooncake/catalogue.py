@@ -5,10 +5,13 @@ vllm#50984, and Mooncake's transfer_engine_py.cpp. An end of a pull is its consu
 (`peer`).
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from math import ceil
+from random import Random
 from typing import Any, Final
 
 import msgspec
@@ -225,30 +228,36 @@ def _hide_engine(envelope: Envelope, settings: Settings, draw: int) -> list[Deli
 # -- engine writes ---------------------------------------------------------------------------------------
 
 
-def _candidates(envelope: Envelope, settings: Settings) -> list[int]:
-    """The numbers of the blocks of a write that a fault may hit."""
-    data: WriteData = envelope.payload
-    request = settings["request"]
-    if request is None:
-        return data.blocks_of(group=settings["group"])
-    names = dict.fromkeys(name for name in envelope.request_ids if fnmatchcase(name, request))
-    return [number for name in names for number in data.blocks_of(request_id=name, group=settings["group"])]
+def _may_hit(segment: WriteSegment, settings: Settings) -> bool:
+    """Whether a fault with these keys may hit the blocks of this segment."""
+    request, group = settings["request"], settings["group"]
+    return (group is None or segment.group == group) and (request is None or fnmatchcase(segment.request_id, request))
 
 
 def _has_candidates(envelope: Envelope, settings: Settings) -> bool:
-    return bool(_candidates(envelope, settings))
+    data: WriteData = envelope.payload
+    return any(len(segment.block_ids) and _may_hit(segment, settings) for segment in data.segments)
 
 
 def _hit_blocks(envelope: Envelope, settings: Settings, draw: int) -> list[int]:
-    candidates = _candidates(envelope, settings)
-    return sorted(candidates, key=lambda number: stable_hash(draw, number))[: settings.get("blocks", 1)]
+    """The numbers of the blocks of the write that are hit."""
+    data: WriteData = envelope.payload
+    candidates: list[int] = []
+    start = 0
+    for segment in data.segments:
+        end = start + len(segment.block_ids)
+        if _may_hit(segment, settings):
+            candidates.extend(range(start, end))
+        start = end
+    count = min(settings.get("blocks", 1), len(candidates))
+    return sorted(Random(draw).sample(candidates, count))
 
 
 def _owners(envelope: Envelope, numbers: list[int]) -> tuple[str, ...]:
     """The requests whose blocks these are."""
     data: WriteData = envelope.payload
-    owners = [segment.request_id for segment in data.segments for _ in range(len(segment.block_ids))]
-    return tuple(dict.fromkeys(owners[number] for number in numbers))
+    ends = list(accumulate(len(segment.block_ids) for segment in data.segments))
+    return tuple(dict.fromkeys(data.segments[bisect_right(ends, number)].request_id for number in numbers))
 
 
 def _corrupt_owners(envelope: Envelope, settings: Settings, draw: int) -> tuple[str, ...]:
