@@ -65,6 +65,14 @@ def print_error(message: str) -> None:
     make_console(stderr=True).print(line, soft_wrap=True)
 
 
+def print_warning(message: str) -> None:
+    """`warning: …` on stderr, likewise."""
+    from rich.text import Text
+
+    line = Text.assemble(("warning:", "yellow"), " ", one_line(message))
+    make_console(stderr=True).print(line, soft_wrap=True)
+
+
 def one_line(text: str) -> str:
     """Line breaks and control characters, which may come from a file or a peer, as escapes."""
     return "".join(

@@ -40,7 +40,11 @@ class RecomputeAccounts:
         count = int(starts.searchsorted(num_tokens))
         cached_end = min(int(self._cached_end[ids[:count]].max()), num_tokens)
         reachable = (num_tokens - 1) // block_size * block_size
-        if num_local_tokens == reachable and num_tokens % block_size == 0 and self._holds_last_block(request, block_size):
+        if (
+            num_local_tokens == reachable
+            and num_tokens % block_size == 0
+            and self._holds_last_block(request, block_size)
+        ):
             request.seen_end, request.full_hit_end = min(cached_end, reachable), num_tokens
         else:
             request.seen_end, request.full_hit_end = cached_end, 0

@@ -59,6 +59,8 @@ class Counters:
     computed_tokens: int = 0
     loaded_tokens: int = 0
     peak_blocks: int = 0
+    preemptions: int = 0
+    """Of earlier incarnations; the scheduler counts its own."""
 
 
 @dataclass(slots=True)
@@ -73,7 +75,10 @@ class _Coast:
 
 
 class Instance:
-    """`rank` orders instances that end a step at the same instant. `single_steps`: never coast (for tests)."""
+    """`rank` orders instances that end a step at the same instant. `single_steps`: never coast (for tests).
+
+    `counters`: those of the process that it replaces, to go on from.
+    """
 
     def __init__(
         self,
@@ -87,12 +92,13 @@ class Instance:
         workers: WorkerConnector | None = None,
         model: WorkerModel | None = None,
         findings: Findings | None = None,
+        counters: Counters | None = None,
         single_steps: bool = False,
     ) -> None:
         assert rank > 0, "rank 0 is for messages"
         self.name = name
         self.scheduler = scheduler
-        self.counters = Counters()
+        self.counters = counters if counters is not None else Counters()
         self.is_dead = False
         self.on_finished: Callable[[Request], None] | None = None
         self.on_death: Callable[[], None] | None = None
@@ -122,6 +128,11 @@ class Instance:
     def num_requests(self) -> int:
         """Unfinished requests, queued or running."""
         return len(self._arrivals) + len(self.scheduler.running) + self.scheduler.num_waiting
+
+    @property
+    def reported_ns(self) -> int:
+        """Every event of this instance before this instant has been emitted."""
+        return self._coast.start_ns if self._coast is not None else self._loop.now_ns
 
     @property
     def is_idle(self) -> bool:
@@ -462,7 +473,7 @@ class Instance:
             "busy_ns": counters.busy_ns,
             "computed_tokens": counters.computed_tokens,
             "loaded_tokens": counters.loaded_tokens,
-            "preemptions": scheduler.num_preemptions,
+            "preemptions": counters.preemptions + scheduler.num_preemptions,
             "num_gpu_blocks": pool.num_blocks,
         }
         for name, value in values.items():

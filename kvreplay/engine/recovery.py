@@ -102,6 +102,8 @@ def _truncate_at_invalid(
 def _note_failed_load(
     scheduler: Scheduler, request: Request, promised: int, kept: int, level: str, block_ids: list[int] | None
 ) -> None:
+    if scheduler.failure_reason is not None:
+        request.load_error = scheduler.failure_reason(request.request_id) or request.load_error
     request.failed_load_handle = scheduler.log.load_failed(request, promised - kept, level, block_ids)
     request.failed_load_end = max(request.failed_load_end, promised)
     RecomputeAccounts.refresh(request)

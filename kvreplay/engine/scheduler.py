@@ -89,6 +89,8 @@ class Scheduler:
         self.on_invalid_evicted: Callable[[list[int]], None] | None = None
         self.on_parked: Callable[[Request], None] | None = None
         self.on_promoted: Callable[[Request], None] | None = None
+        self.failure_reason: Callable[[str], str | None] | None = None
+        """What the connector says of a request's failed load."""
         self.skipped: list[str] = []
         """Requests whose output of the last processed step was dropped."""
 

@@ -43,8 +43,9 @@ def cells_to_table(cells: Sequence[Any], first_handle: int) -> pa.Table:
 
 
 def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    # Most columns of most kinds are empty, and counting Nones is far cheaper than converting them.
-    if not values or (values[0] is None and values.count(None) == len(values)):
+    # Most columns of most kinds are empty, and finding that out is far cheaper than converting them. Lists of numpy
+    # arrays must not be compared by value.
+    if not values or (values[0] is None and all(value is None for value in values)):
         return pa.nulls(len(values), kind)
     return pa.array(values, kind)
 

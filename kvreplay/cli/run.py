@@ -1,0 +1,126 @@
+"""`kvreplay run`."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvreplay.cli.common import (
+    BehaviourOption,
+    ConfigOption,
+    JsonOption,
+    LimitOption,
+    PolicyOption,
+    ProfileOption,
+    SeedOption,
+    SetOption,
+    make_console,
+    print_warning,
+)
+
+if TYPE_CHECKING:
+    from kvreplay.verdict.model import Summary
+
+
+def run(
+    trace: Annotated[str, typer.Argument(metavar="TRACE", help="Parquet trace, or the name of a canned one.")],
+    *,
+    config: ConfigOption = None,
+    inject: Annotated[
+        list[str] | None,
+        typer.Option("--inject", metavar="FAULT", help="NAME[:key=value,...], as timeout:p=0.02. Repeatable."),
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE", help="TOML file with [[fault]] tables, before --inject.")
+    ] = None,
+    profile: ProfileOption = None,
+    behaviour: BehaviourOption = None,
+    policy: PolicyOption = None,
+    settings: SetOption = None,
+    seed: SeedOption = 0,
+    limit: LimitOption = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the trace of the replay there.")
+    ] = None,
+    detail: Annotated[
+        str, typer.Option("--detail", metavar="run|steps|blocks", help="What the written trace holds.")
+    ] = "run",
+    baseline: Annotated[
+        bool, typer.Option("--baseline", help="Also play the faultless twin, and show what the faults cost.")
+    ] = False,
+    fail_on: Annotated[
+        str | None,
+        typer.Option(
+            "--fail-on",
+            metavar="WORDS",
+            help="What fails a run: crashed,stalled,violated (default), failed, overdue; or none.",
+        ),
+    ] = None,
+    overdue_after: Annotated[
+        float, typer.Option("--overdue-after", metavar="S", min=0, help="Parked so long past its timers: overdue.")
+    ] = 10.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Replay TRACE against a cluster in virtual time, with faults, and judge what became of it.
+
+    Exits 0 if it passed, 3 on a violation, 4 if requests stalled, 5 if an engine crashed.
+    The same trace, config, faults and seed give the same result, byte for byte.
+    """
+    from kvreplay.errors import ConfigError
+    from kvreplay.events import DETAIL_LEVELS
+    from kvreplay.faults.plan import make_plan
+    from kvreplay.replay.config_load import load_config
+    from kvreplay.replay.runner import RunOptions, open_trace, run_trace, trace_config
+    from kvreplay.report.progress import progress
+    from kvreplay.trace.writer import check_output
+    from kvreplay.verdict.model import DEFAULT_FAIL_ON
+    from kvreplay.verdict.verdict import parse_fail_on
+
+    if detail not in DETAIL_LEVELS:
+        raise ConfigError(f"--detail {detail}: expected one of {', '.join(DETAIL_LEVELS)}")
+    faults = make_plan(inject or (), plan)
+    path, opened = open_trace(trace)
+    if output is not None:
+        check_output(output, [path])
+    loaded = load_config(
+        config,
+        sets=settings or (),
+        policy=policy,
+        profile=profile,
+        switches=behaviour or (),
+        trace_config=trace_config(opened),
+    )
+    options = RunOptions(
+        trace=path,
+        loaded=loaded,
+        plan=faults,
+        seed=seed,
+        limit=limit,
+        detail=DETAIL_LEVELS[detail],
+        output=output,
+        baseline=baseline,
+        fail_on=parse_fail_on(fail_on) if fail_on is not None else DEFAULT_FAIL_ON,
+        overdue_after_s=overdue_after,
+        sets=settings or (),
+        behaviours=behaviour or (),
+        injected=inject or (),
+        plan_file=plan.name if plan is not None else None,
+    )
+    stderr = make_console(stderr=True)
+    result = run_trace(options, opened, lambda total: progress(total, stderr))
+    for warning in result.warnings:
+        print_warning(warning)
+    show(result.summary, as_json=as_json)
+    raise typer.Exit(result.summary.exit_status)
+
+
+def show(summary: "Summary", *, as_json: bool) -> None:
+    if as_json:
+        from kvreplay.report.json_report import write_json
+
+        write_json(summary, sys.stdout)
+    else:
+        from kvreplay.report.terminal import print_report
+
+        print_report(summary, make_console())

@@ -1,0 +1,176 @@
+"""A whole cluster on one event loop, from the first arrival to quiescence, with faults and after them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kvreplay.behaviour import Behaviour
+from kvreplay.connectors.mooncake.config import BOOTSTRAP_ATTEMPTS
+from kvreplay.engine.request import Request, RequestStatus
+from kvreplay.events import Event, EventSink
+from kvreplay.faults.injector import Injector
+from kvreplay.faults.plan import FaultPlan
+from kvreplay.faults.topology import TopologyInfo, check_possible
+from kvreplay.ids import NS_PER_S
+from kvreplay.kv.content_index import ContentIndex
+from kvreplay.replay.config import ReplayConfig
+from kvreplay.replay.findings import LiveFindings
+from kvreplay.replay.network import LinkNetwork
+from kvreplay.replay.node import KV_ROLE, Node, Surroundings, instance_names
+from kvreplay.replay.proxy import Proxy
+from kvreplay.sim.bus import Bus
+from kvreplay.sim.event_loop import EventLoop
+from kvreplay.trace.workload import Workload
+
+SAMPLE_NS: Final = 10 * NS_PER_S
+"""vLLM's own log interval (VLLM_LOG_STATS_INTERVAL)."""
+_CHUNK: Final = 20_000
+"""Actions between two looks at the progress."""
+_HEAL_BOUND_NS: Final = 24 * 3600 * NS_PER_S
+"""What has not ended so long after healing never will."""
+
+Watch = Callable[[int, int], None]
+"""(requests ended, instant up to which everything has been reported) → None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """Everything that a cluster's course depends on, besides the workload."""
+
+    config: ReplayConfig
+    behaviour: Behaviour
+    recompute: bool
+    plan: FaultPlan
+    seed: int = 0
+    single_steps: bool = False
+    use_lockstep: bool = True
+
+
+def topology_of(config: ReplayConfig, workload: Workload | None) -> TopologyInfo:
+    kind = config.connector.kind
+    return TopologyInfo(
+        instances={name: KV_ROLE[role] for name, role in instance_names(config).items()},
+        connectors=frozenset() if kind == "none" else frozenset({kind}),
+        commands=frozenset({"abort", "crash", "restart", "preempt", "step-raises", "arrival"}),
+        request_ids=[arrival.request_id for arrival in workload.arrivals] if workload is not None else None,
+        num_groups=len(config.model.groups),
+    )
+
+
+def path_timers_ns(config: ReplayConfig) -> int:
+    """What a parked request may wait at most if every timer on its path runs out."""
+    options = config.connector.options
+    if options is None:
+        return 0
+    return BOOTSTRAP_ATTEMPTS * options.connector_timeout_ns + options.receive_timeout_ns
+
+
+class Cluster:
+    """Built for one run. `run` plays it; the sink then has everything."""
+
+    def __init__(self, settings: RunSettings, workload: Workload, sink: EventSink) -> None:
+        config = settings.config
+        check_possible(settings.plan, topology_of(config, workload))
+        self.loop = EventLoop()
+        self.bus = Bus(self.loop, LinkNetwork(config.network))
+        self.injector = Injector(settings.plan, settings.seed, sink, self.loop, self.bus)
+        self.sink = self.injector.sink
+        self.index = ContentIndex(workload.arrivals, config.model.groups[0].block_size)
+        self.findings = LiveFindings(self.loop, self.sink)
+        self.roles = instance_names(config)
+        surroundings = Surroundings(
+            config=config,
+            behaviour=settings.behaviour,
+            recompute=settings.recompute,
+            bus=self.bus,
+            sink=self.sink,
+            index=self.index,
+            findings=self.findings,
+            single_steps=settings.single_steps,
+            use_lockstep=settings.use_lockstep,
+        )
+        self.nodes = [Node(name, role, rank, surroundings) for rank, (name, role) in enumerate(self.roles.items(), 1)]
+        self.proxy = Proxy(workload, self.nodes, config.topology, self.bus, self.sink, self.injector.rewrite_params)
+        self._topology = topology_of(config, workload)
+
+    def run(self, watch: Watch | None = None) -> None:
+        """Both phases: with faults until nothing can change any more, then without, and at last the accounts."""
+        self.injector.arm(self._topology)
+        self.proxy.start()
+        self._sample_later()
+        self._play(watch)
+        self._report_stalls()
+        self._heal()
+        self._play(watch, until_ns=self.loop.now_ns + _HEAL_BOUND_NS)
+        self._close_accounts()
+
+    # -- phases -----------------------------------------------------------------------------------------------
+
+    def _play(self, watch: Watch | None, until_ns: int | None = None) -> None:
+        loop = self.loop
+        while not loop.run_until_quiescent(until_ns, max_actions=_CHUNK):
+            if until_ns is not None and loop.peek_ns() > until_ns:
+                return
+            if watch is not None:
+                watch(self.proxy.num_ended, self._reported_ns())
+
+    def _heal(self) -> None:
+        self.injector.heal()
+        for node in self.nodes:
+            node.restart()
+
+    def _reported_ns(self) -> int:
+        """No event before this instant is still to come."""
+        return min([self.loop.now_ns, *(node.instance.reported_ns for node in self.nodes)])
+
+    def _sample_later(self) -> None:
+        self.loop.call_later(SAMPLE_NS, self._sample, daemon=True)
+
+    def _sample(self) -> None:
+        for node in self.nodes:
+            if node.is_up:
+                node.instance.sample_usage()
+        self._sample_later()
+
+    # -- ends -------------------------------------------------------------------------------------------------
+
+    def _report_stalls(self) -> None:
+        """Nothing is left that could happen: who has not ended never will, as things are."""
+        for node in self.nodes:
+            if not node.is_up:
+                continue
+            for request in node.instance.scheduler.requests.values():
+                if not request.status.is_finished:
+                    self._report_stall(node, request)
+
+    def _report_stall(self, node: Node, request: Request) -> None:
+        held = node.instance.scheduler.kv.num_blocks_held(request.request_id)
+        parked = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        params = request.kv_transfer_params or {}
+        self.sink.emit(
+            Event(
+                "request.stalled",
+                self.loop.now_ns,
+                node.name,
+                node.instance.scheduler.step,
+                request.request_id,
+                request.transfer_id,
+                peer=_peer_of(params) if parked else None,
+                num_tokens=request.parked_since_ns if parked else request.arrival_ns,
+                num_blocks=held,
+                status=request.status.name,
+                cause="remote KV" if parked else "free blocks" if not held else "a turn to run",
+            )
+        )
+
+    def _close_accounts(self) -> None:
+        for node in self.nodes:
+            node.instance.sample_usage()
+            if node.is_up:
+                self.findings.recount(node.instance)
+                self.findings.check_drained(node.instance)
+
+
+def _peer_of(params: dict[str, object]) -> str | None:
+    engine_id = params.get("remote_engine_id")
+    return engine_id.partition("#")[0] if isinstance(engine_id, str) else None

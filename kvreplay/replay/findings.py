@@ -1,0 +1,76 @@
+"""The live checkers of a run: what they find becomes `violation` rows."""
+
+from kvreplay.checkers.conservation import check_conservation, check_drained, snapshot_of
+from kvreplay.checkers.finding import CONTENT, FENCE, Finding
+from kvreplay.engine.instance import Instance
+from kvreplay.engine.worker import LateWrite, WrongBlock
+from kvreplay.events import EventSink
+from kvreplay.ids import NS_PER_S
+from kvreplay.sim.event_loop import EventLoop
+
+_RECOUNT_NS = 300 * NS_PER_S
+"""A pool is recounted when its instance idles, but not more often than this: a recount looks at every block."""
+
+
+class LiveFindings:
+    """Told by the instances of one run (`engine.instance.Findings`)."""
+
+    def __init__(self, loop: EventLoop, sink: EventSink) -> None:
+        self._loop = loop
+        self._sink = sink
+        self._recounted_ns: dict[str, int] = {}
+
+    def wrong_block(self, instance: Instance, wrong: WrongBlock) -> None:
+        provenance = wrong.provenance
+        detail = f"read wrong contents from position {wrong.position} on"
+        if provenance is not None:
+            detail += f", brought by {provenance.transfer_id} for {provenance.request_id}"
+        finding = Finding(
+            CONTENT,
+            self._loop.now_ns,
+            detail,
+            instance=instance.name,
+            request_id=wrong.request_id,
+            block_id=wrong.block_id,
+            group=wrong.group,
+            transfer_id=provenance.transfer_id if provenance is not None else None,
+        )
+        self._emit(finding, provenance.fault_handle if provenance is not None else -1)
+
+    def late_write(self, instance: Instance, late: LateWrite) -> None:
+        """Only into a block that somebody else holds by now; into a free one it does no harm."""
+        provenance = late.provenance
+        if late.owner is None or (provenance is not None and provenance.request_id == late.owner):
+            return
+        whose = f"for {provenance.request_id} " if provenance is not None else ""
+        finding = Finding(
+            FENCE,
+            self._loop.now_ns,
+            f"a write {whose}landed in a block that belongs to {late.owner} by now",
+            instance=instance.name,
+            request_id=late.owner,
+            block_id=late.block_id,
+            group=late.group,
+            transfer_id=provenance.transfer_id if provenance is not None else None,
+        )
+        self._emit(finding, provenance.fault_handle if provenance is not None else -1)
+
+    def idle(self, instance: Instance) -> None:
+        now = self._loop.now_ns
+        last = self._recounted_ns.get(instance.name)
+        if last is None or now - last >= _RECOUNT_NS:
+            self.recount(instance)
+
+    def recount(self, instance: Instance) -> None:
+        now = self._loop.now_ns
+        self._recounted_ns[instance.name] = now
+        for finding in check_conservation(snapshot_of(instance.scheduler.kv), instance.name, now):
+            self._emit(finding)
+
+    def check_drained(self, instance: Instance) -> None:
+        """At the end: nobody holds a block."""
+        for finding in check_drained(snapshot_of(instance.scheduler.kv), instance.name, self._loop.now_ns):
+            self._emit(finding)
+
+    def _emit(self, finding: Finding, fault_handle: int = -1) -> None:
+        self._sink.emit(finding.to_event(fault_handle if fault_handle >= 0 else None))

@@ -1,0 +1,247 @@
+"""One instance of a cluster with all its parts, through crashes and restarts."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvreplay.behaviour import Behaviour
+from kvreplay.connectors.mooncake import addresses
+from kvreplay.connectors.mooncake.identity import WorkerIdentity
+from kvreplay.connectors.mooncake.scheduler import MooncakeScheduler
+from kvreplay.connectors.mooncake.worker import MooncakeWorker
+from kvreplay.engine.accounts import RecomputeAccounts
+from kvreplay.engine.instance import Counters, Instance
+from kvreplay.engine.log import EngineLog
+from kvreplay.engine.request import Request
+from kvreplay.engine.scheduler import Scheduler
+from kvreplay.engine.worker import WorkerModel
+from kvreplay.events import EventSink
+from kvreplay.kv.block_pool import BlockPool
+from kvreplay.kv.cache_manager import KVCacheManager
+from kvreplay.kv.content_index import ContentIndex
+from kvreplay.kv.memory import KVMemory, NullMemory
+from kvreplay.replay.config import ReplayConfig, Role
+from kvreplay.replay.findings import LiveFindings
+from kvreplay.replay.sampler import TraceSampler
+from kvreplay.sim.bus import Bus
+from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
+
+KV_ROLE: Final[Mapping[Role, str]] = {"prefill": "kv_producer", "decode": "kv_consumer", "engine": ""}
+_PREFIX: Final[Mapping[Role, str]] = {"prefill": "P", "decode": "D", "engine": "E"}
+
+
+def instance_names(config: ReplayConfig) -> dict[str, Role]:
+    """Instance → role, in the order of the report: P0, P1, ..., D0, ... or E0, ..."""
+    return {
+        f"{_PREFIX[role]}{index}": role
+        for role in config.topology.roles
+        for index in range(config.topology.num_instances(role))
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One instance's part of a client's request: `request` is its place in the workload."""
+
+    request: int
+    request_id: str
+    max_tokens: int
+    priority: int
+    params: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What all instances of a run share."""
+
+    config: ReplayConfig
+    behaviour: Behaviour
+    recompute: bool
+    bus: Bus
+    sink: EventSink
+    index: ContentIndex
+    findings: LiveFindings
+    single_steps: bool = False
+    use_lockstep: bool = True
+    """Off, together with `single_steps`: the plain way, to test the shortcuts against."""
+
+
+class Node:
+    """An instance's life: it is built, may die, and may be built again with the next incarnation."""
+
+    def __init__(self, name: str, role: Role, rank: int, surroundings: Surroundings) -> None:
+        self.name = name
+        self.role: Role = role
+        self.api_address = f"{name}/api"
+        self.incarnation = 0
+        self.on_end: Callable[[Request], None] | None = None
+        self._rank = rank
+        self._around = surroundings
+        self._counters = Counters()
+        self.instance: Instance
+        self.worker: MooncakeWorker | None = None
+        self._start()
+        surroundings.bus.control(name, self.command)
+
+    @property
+    def kv_role(self) -> str:
+        return KV_ROLE[self.role]
+
+    @property
+    def is_up(self) -> bool:
+        return not self.instance.is_dead
+
+    @property
+    def engine_id(self) -> str:
+        return addresses.engine_id_of(self.name, self.incarnation)
+
+    @property
+    def num_requests(self) -> int:
+        return self.instance.num_requests if self.is_up else 0
+
+    # -- life -------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        around = self._around
+        role = around.config.role(self.role)
+        groups = around.config.model.groups
+        log = EngineLog(around.sink, self.name)
+        pool = BlockPool(
+            role.cache.num_gpu_blocks, around.index.num_keys, enable_caching=role.cache.enable_prefix_caching
+        )
+        kv = KVCacheManager(
+            groups,
+            pool,
+            max_model_len=role.scheduler.max_model_len,
+            max_in_flight_tokens=role.scheduler.max_num_batched_tokens,
+            watermark=role.scheduler.watermark,
+            retention_interval=role.cache.prefix_cache_retention_interval,
+        )
+        connector = MooncakeScheduler(self.kv_role, groups, around.behaviour) if self.kv_role else None
+        scheduler = Scheduler(
+            role.scheduler,
+            kv,
+            connector,
+            TraceSampler(),
+            log,
+            recompute_load_failures=around.recompute,
+            accounts=RecomputeAccounts(log, pool, around.index.num_segments),
+            use_lockstep=around.use_lockstep,
+            output_is_shared=around.index.shares_generated,
+        )
+        model = self._model(scheduler)
+        if self.kv_role:
+            self.worker = self._mooncake(model if model is not None else NullMemory())
+            scheduler.failure_reason = self.worker.failure_reason
+        self.instance = Instance(
+            self.name,
+            self._rank,
+            around.bus.loop,
+            scheduler,
+            role.timing,
+            log,
+            workers=self.worker,
+            model=model,
+            findings=around.findings,
+            counters=self._counters,
+            single_steps=around.single_steps,
+        )
+        self.instance.on_finished = self._ended
+        self.instance.on_death = self._silence
+        around.bus.listen(self.api_address, self._receive)
+
+    def _model(self, scheduler: Scheduler) -> WorkerModel | None:
+        around = self._around
+        if around.config.kv.check == "off":
+            return None
+        # Imported where tensors live: torch takes a second to load.
+        from kvreplay.kv.buffers import KVBuffers
+
+        pool = scheduler.pool
+        return WorkerModel(
+            scheduler,
+            KVBuffers(pool.num_blocks, around.config.model.groups[0].block_size),
+            first_output_key=around.index.generated_key_start,
+            every_read=around.config.kv.check == "every-read",
+        )
+
+    def _mooncake(self, memory: KVMemory) -> MooncakeWorker:
+        around = self._around
+        return MooncakeWorker(
+            WorkerIdentity(self.name, self.incarnation),
+            self.kv_role,
+            groups=around.config.model.groups,
+            config=around.config.connector.mooncake,
+            behaviour=around.behaviour,
+            bus=around.bus,
+            memory=memory,
+            sink=around.sink,
+            on_report=lambda: self.instance.poke(),
+        )
+
+    def _silence(self) -> None:
+        """The process is gone, whatever killed it."""
+        around = self._around
+        around.bus.silence(self.api_address)
+        if self.worker is not None:
+            self.worker.shutdown()
+
+    def crash(self) -> bool:
+        if not self.is_up:
+            return False
+        self.instance.kill("instance crashed")
+        return True
+
+    def restart(self) -> bool:
+        """A new process with empty memory and a new engine id."""
+        if self.is_up:
+            return False
+        self.incarnation += 1
+        self._counters.preemptions += self.instance.scheduler.num_preemptions
+        self._start()
+        return True
+
+    def command(self, command: Command) -> bool:
+        """Carry out an action fault. False if there was nothing to act on."""
+        arguments = command.arguments
+        match command.verb:
+            case "crash":
+                return self.crash()
+            case "restart":
+                return self.restart()
+        if not self.is_up:
+            return False
+        match command.verb:
+            case "preempt":
+                return self.instance.preempt(arguments["request_id"])
+            case "step-raises":
+                self.instance.raise_in_next_step(
+                    arguments.get("exception", "RuntimeError"), arguments.get("message", "injected")
+                )
+                return True
+        return False
+
+    # -- what reaches it --------------------------------------------------------------------------------------
+
+    def _receive(self, envelope: Envelope) -> None:
+        if envelope.kind == CLIENT_ABORT:
+            self.instance.abort(envelope.payload)
+            return
+        assert envelope.kind == CLIENT_ARRIVAL, envelope.kind
+        leg: Leg = envelope.payload
+        content = self._around.index.content(leg.request)
+        self.instance.submit(
+            Request(
+                leg.request_id,
+                content,
+                num_prompt_tokens=content.num_prompt_tokens,
+                max_tokens=leg.max_tokens,
+                arrival_ns=self._around.bus.loop.now_ns,
+                priority=leg.priority,
+                kv_transfer_params=leg.params,
+            )
+        )
+
+    def _ended(self, request: Request) -> None:
+        if self.on_end is not None:
+            self.on_end(request)

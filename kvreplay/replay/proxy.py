@@ -1,0 +1,180 @@
+"""Clients and the proxy before the instances: who gets which request, and what a disaggregated pair is told.
+
+The proxy sends both legs of a pair at once, as the reference proxy of vLLM's Mooncake connector does: the producer's
+with one output token, the consumer's with the producer's engine id and bootstrap address. Nobody waits for the
+producer's answer.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+from kvreplay.connectors.mooncake.addresses import bootstrap_url
+from kvreplay.events import Event, EventSink
+from kvreplay.replay.config import Routing, TopologyConfig
+from kvreplay.replay.node import Leg, Node
+from kvreplay.sim.bus import Bus
+from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
+from kvreplay.trace.workload import Arrival, Workload
+
+PROXY = "proxy"
+CLIENT = "client"
+
+RewriteParams: TypeAlias = Callable[[Mapping[str, Any], str, str], Mapping[str, Any]]
+"""(kv_transfer_params, request id, instance) → the parameters as they reach that instance."""
+
+
+class Picker:
+    """Chooses an instance for each request."""
+
+    def __init__(self, nodes: Sequence[Node], routing: Routing) -> None:
+        assert nodes
+        self._nodes = nodes
+        self._routing = routing
+        self._next = 0
+
+    def pick(self) -> Node:
+        if self._routing == "least_loaded":
+            return min(self._nodes, key=lambda node: node.num_requests)  # the first of equals
+        node = self._nodes[self._next]
+        self._next = (self._next + 1) % len(self._nodes)
+        return node
+
+
+class Proxy:
+    """Takes clients' requests and aborts at their times."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        nodes: Sequence[Node],
+        topology: TopologyConfig,
+        bus: Bus,
+        sink: EventSink,
+        rewrite_params: RewriteParams | None = None,
+    ) -> None:
+        self._workload = workload
+        self._bus = bus
+        self._sink = sink
+        self._rewrite_params = rewrite_params
+        self._producers = (
+            Picker([node for node in nodes if node.role == "prefill"], topology.proxy_prefill)
+            if topology.is_disaggregated
+            else None
+        )
+        self._servers = Picker([node for node in nodes if node.role != "prefill"], topology.proxy_decode)
+        self._serving: dict[str, Node] = {}
+        """Requests that have not ended yet → the instance that serves the client."""
+        self.num_ended = 0
+        for node in nodes:
+            node.on_end = lambda request, node=node: self._ended(request.request_id, node)
+        bus.listen(PROXY, lambda envelope: None, refused=self._refused)
+        bus.control(CLIENT, self.command)
+
+    def start(self) -> None:
+        """Schedule everything that clients do."""
+        loop = self._bus.loop
+        for place, arrival in enumerate(self._workload.arrivals):
+            loop.call_at(arrival.time_ns, partial(self._arrive, place, arrival))
+        for abort in self._workload.aborts:
+            loop.call_at(abort.time_ns, partial(self._abort_at_its_time, abort.request_id))
+
+    # -- requests ---------------------------------------------------------------------------------------------
+
+    def _arrive(self, place: int, arrival: Arrival) -> None:
+        self._sink.emit(arrival.event())
+        server = self._servers.pick()
+        producer = self._producers.pick() if self._producers is not None else None
+        transfer_id = f"xfer-{arrival.request_id}" if producer is not None else None
+        self._serving[arrival.request_id] = server
+        self._sink.emit(
+            Event(
+                "request.routed",
+                arrival.time_ns,
+                instance=server.name,
+                request_id=arrival.request_id,
+                transfer_id=transfer_id,
+                peer=producer.name if producer is not None else None,
+            )
+        )
+        if producer is None:
+            self._send(server, Leg(place, arrival.request_id, arrival.output_tokens, arrival.priority, None))
+            return
+        for_producer = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+        for_server = {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "transfer_id": transfer_id,
+            "remote_engine_id": producer.engine_id,
+            "remote_bootstrap_addr": bootstrap_url(producer.name),
+        }
+        for node, max_tokens, params in ((producer, 1, for_producer), (server, arrival.output_tokens, for_server)):
+            if self._rewrite_params is not None:
+                params = dict(self._rewrite_params(params, arrival.request_id, node.name))
+            self._send(node, Leg(place, arrival.request_id, max_tokens, arrival.priority, params))
+
+    def _send(self, node: Node, leg: Leg) -> None:
+        transfer_id = (leg.params or {}).get("transfer_id")
+        self._bus.post(
+            Envelope(
+                kind=CLIENT_ARRIVAL,
+                source=PROXY,
+                destination=node.api_address,
+                payload=leg,
+                request_ids=(leg.request_id,),
+                transfer_ids=(transfer_id,) if transfer_id else (),
+                conversation=f"{leg.request_id}>{node.name}",
+            )
+        )
+
+    def _refused(self, envelope: Envelope) -> None:
+        """Nobody listens at the instance: the client of a serving one gets an error, the producer's is not missed."""
+        if envelope.kind != CLIENT_ARRIVAL:
+            return
+        name = envelope.destination.partition("/")[0]
+        request_id = envelope.request_ids[0]
+        server = self._serving.get(request_id)
+        if server is not None and server.name == name:
+            del self._serving[request_id]
+            self.num_ended += 1
+            self._sink.emit(
+                Event(
+                    "request.rejected",
+                    self._bus.loop.now_ns,
+                    instance=name,
+                    request_id=request_id,
+                    cause="connection refused",
+                )
+            )
+
+    def _ended(self, request_id: str, node: Node) -> None:
+        if self._serving.get(request_id) is node:
+            del self._serving[request_id]
+            self.num_ended += 1
+
+    # -- aborts -----------------------------------------------------------------------------------------------
+
+    def abort(self, request_id: str) -> bool:
+        """The client goes away. The reference proxy tells the serving instance only. False if it has ended."""
+        server = self._serving.get(request_id)
+        if server is None:
+            return False
+        self._sink.emit(Event("request.aborted", self._bus.loop.now_ns, request_id=request_id))
+        self._bus.post(
+            Envelope(
+                kind=CLIENT_ABORT,
+                source=PROXY,
+                destination=server.api_address,
+                payload=request_id,
+                request_ids=(request_id,),
+                conversation=f"{request_id}>{server.name}",
+            )
+        )
+        return True
+
+    def _abort_at_its_time(self, request_id: str) -> None:
+        self.abort(request_id)
+
+    def command(self, command: Command) -> bool:
+        """Carry out an action fault at the client."""
+        return command.verb == "abort" and self.abort(command.arguments["request_id"])

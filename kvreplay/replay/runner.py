@@ -1,0 +1,234 @@
+"""`run`: a trace in, a cluster played, a summary and perhaps a trace out."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreplay.checkers.finding import Finding
+from kvreplay.checkers.trace_checkers import check_trace
+from kvreplay.errors import TraceError
+from kvreplay.events import DETAIL_RUN, Event
+from kvreplay.faults.plan import FaultPlan
+from kvreplay.kv.content_index import ContentIndex
+from kvreplay.replay.cluster import Cluster, RunSettings, path_timers_ns
+from kvreplay.replay.config_load import LoadedConfig
+from kvreplay.replay.presets import packaged_folder, packaged_names
+from kvreplay.replay.sampler import expected_output_hash
+from kvreplay.trace.reader import Trace, read_trace
+from kvreplay.trace.schema import TraceMetadata
+from kvreplay.trace.workload import Workload, read_workload
+from kvreplay.trace.writer import MemoryTrace, TraceWriter
+from kvreplay.verdict.model import DEFAULT_FAIL_ON, InEffect, Summary
+from kvreplay.verdict.summary import PlannedFault, RunFacts, summarise
+
+Advance = Callable[[int, int], None]
+"""(requests ended, virtual time in ns) → None."""
+Progress = Callable[[int], AbstractContextManager[Advance]]
+"""Number of requests → a context that shows how far they are."""
+
+_NO_FAULTS: Final = FaultPlan()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What the user asked for."""
+
+    trace: Path
+    loaded: LoadedConfig
+    plan: FaultPlan = _NO_FAULTS
+    seed: int = 0
+    limit: int | None = None
+    detail: int = DETAIL_RUN
+    output: Path | None = None
+    baseline: bool = False
+    fail_on: Sequence[str] = DEFAULT_FAIL_ON
+    overdue_after_s: float = 10.0
+    sets: Sequence[str] = ()
+    behaviours: Sequence[str] = ()
+    injected: Sequence[str] = ()
+    plan_file: str | None = None
+    single_steps: bool = False
+    use_lockstep: bool = True
+
+
+@dataclass(slots=True)
+class RunResult:
+    summary: Summary
+    warnings: list[str] = field(default_factory=list)
+
+
+def find_trace(name_or_path: str) -> Path:
+    """A file, or a canned trace by name. Raises TraceError naming the canned ones."""
+    path = Path(name_or_path)
+    if path.exists():
+        return path
+    names = packaged_names("traces", ".parquet")
+    if name_or_path in names:
+        return packaged_folder("traces") / f"{name_or_path}.parquet"
+    raise TraceError(f"{name_or_path}: no such file, nor a canned trace ({', '.join(names) or 'there are none'})")
+
+
+def run_trace(options: RunOptions, trace: Trace, progress: Progress | None = None) -> RunResult:
+    """Play the trace, and its faultless twin if `baseline`; write the output. The trace is read already, since its
+    config may be the one to use."""
+    workload = read_workload(trace, options.limit)
+    if not workload.arrivals:
+        raise TraceError(f"{options.trace}: no request is left to replay")
+    result = _run_once(options, trace, workload, progress)
+    if options.baseline and options.plan:
+        twin = _run_once(
+            replace(options, plan=_NO_FAULTS, injected=(), plan_file=None, output=None), trace, workload, progress
+        )
+        result.summary = result.summary.with_baseline(twin.summary)
+    return result
+
+
+def _run_once(options: RunOptions, trace: Trace, workload: Workload, progress: Progress | None) -> RunResult:
+    metadata = _metadata(options)
+    with _sink(options, metadata) as sink, _progress(progress, workload) as advance:
+        cluster = Cluster(_settings(options), workload, sink)
+
+        def watch(num_ended: int, reported_ns: int) -> None:
+            sink.advance(reported_ns)
+            advance(num_ended, reported_ns)
+
+        cluster.run(watch)
+        advance(len(workload.arrivals), cluster.loop.now_ns)
+        summary = _summarise(options, cluster, workload, sink)
+        sink.emit(
+            Event(
+                "run.summary",
+                cluster.loop.now_ns,
+                status=summary.verdict,
+                cause=summary.to_json(),
+            )
+        )
+    return RunResult(summary, list(trace.warnings))
+
+
+def _sink(options: RunOptions, metadata: TraceMetadata) -> AbstractContextManager[MemoryTrace]:
+    if options.output is None:
+        return nullcontext(MemoryTrace(metadata, options.detail))
+    return TraceWriter(options.output, metadata, options.detail)
+
+
+def _progress(progress: Progress | None, workload: Workload) -> AbstractContextManager[Advance]:
+    if progress is None:
+        return nullcontext(lambda num_ended, virtual_ns: None)
+    return progress(len(workload.arrivals))
+
+
+def _settings(options: RunOptions) -> RunSettings:
+    return RunSettings(
+        config=options.loaded.config,
+        behaviour=options.loaded.behaviour,
+        recompute=options.loaded.policy == "recompute",
+        plan=options.plan,
+        seed=options.seed,
+        single_steps=options.single_steps,
+        use_lockstep=options.use_lockstep,
+    )
+
+
+def _metadata(options: RunOptions) -> TraceMetadata:
+    loaded = options.loaded
+    return TraceMetadata(
+        source={
+            "tool": "kvreplay run",
+            "options": {
+                "policy": loaded.policy,
+                "limit": options.limit,
+                "behaviours": list(options.behaviours),
+            },
+            "inputs": {"trace": file_hash(options.trace)},
+        },
+        config=loaded.config.to_document(),
+        seed=options.seed,
+        faults=[fault.spec for fault in options.plan],
+        profile=loaded.behaviour.profile,
+    )
+
+
+def file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = blake2b(digest_size=16)
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _summarise(options: RunOptions, cluster: Cluster, workload: Workload, sink: MemoryTrace) -> Summary:
+    for finding in _trace_findings(cluster, workload, sink):
+        cluster.sink.emit(finding.to_event())
+    facts = RunFacts(
+        fingerprint=sink.fingerprint(),
+        in_effect=in_effect(options),
+        roles=dict(cluster.roles),
+        faults=[
+            PlannedFault(spec=fault.spec, name=fault.name, fired=statistics.fired)
+            for fault, statistics in zip(options.plan, cluster.injector.statistics(), strict=True)
+        ],
+        path_timers_ns=path_timers_ns(options.loaded.config),
+    )
+    return summarise(sink.frame(), facts)
+
+
+def _trace_findings(cluster: Cluster, workload: Workload, sink: MemoryTrace) -> list[Finding]:
+    """The laws that are checked on the finished trace. Their rows come last, at the end of the run."""
+    now = cluster.loop.now_ns
+    expected = _digests(cluster.index, workload)
+    return [finding._replace(time_ns=now) for finding in check_trace(sink.frame(), sink.detail, expected)]
+
+
+def _digests(index: ContentIndex, workload: Workload) -> Callable[[Sequence[str], NDArray[np.int64]], list[int]]:
+    places = {arrival.request_id: place for place, arrival in enumerate(workload.arrivals)}
+
+    def digests(request_ids: Sequence[str], num_tokens: NDArray[np.int64]) -> list[int]:
+        return [
+            expected_output_hash(index.content(places[request_id]), count)
+            for request_id, count in zip(request_ids, num_tokens.tolist(), strict=True)
+        ]
+
+    return digests
+
+
+def in_effect(options: RunOptions) -> InEffect:
+    loaded = options.loaded
+    return InEffect(
+        trace=options.trace.name,
+        config=loaded.config_name,
+        config_origin=loaded.origins.config,
+        profile=loaded.behaviour.profile,
+        profile_origin=loaded.origins.profile,
+        policy=loaded.policy,
+        policy_origin=loaded.origins.policy,
+        seed=options.seed,
+        limit=options.limit,
+        injected=list(options.injected),
+        plan=options.plan_file,
+        settings=list(options.sets),
+        behaviours=list(options.behaviours),
+        fail_on=tuple(options.fail_on),
+        overdue_after_s=options.overdue_after_s,
+    )
+
+
+def open_trace(name_or_path: str) -> tuple[Path, Trace]:
+    path = find_trace(name_or_path)
+    return path, read_trace(path)
+
+
+def trace_config(trace: Trace) -> str | None:
+    """The config that the trace was made with, as JSON, or None."""
+    config: Any = trace.metadata.config
+    if config is None:
+        return None
+    from kvreplay.trace.schema import canonical_json
+
+    return canonical_json(config)
