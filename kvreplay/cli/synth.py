@@ -1,0 +1,114 @@
+"""`kvreplay synth`."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from kvreplay.cli.common import JsonOption, SeedOption
+from kvreplay.cli.import_ import print_written
+
+_LOAD = "Load"
+_LENGTHS = "Lengths: N, fixed:N, lognormal:median=N,sigma=X[,max=N] or trace:FILE"
+_SHARING = "What prompts share"
+_CLIENTS = "Clients"
+
+
+def synth(
+    *,
+    output_file: Annotated[Path, typer.Option("-o", metavar="OUT", help="Trace to write.")],
+    requests: Annotated[
+        int, typer.Option(metavar="N", help="Requests in all, later turns included.", rich_help_panel=_LOAD)
+    ] = 200,
+    arrivals: Annotated[
+        Literal["constant", "poisson", "bursty"],
+        typer.Option(help="Gaps between sessions: equal, exponential, or gamma.", rich_help_panel=_LOAD),
+    ] = "poisson",
+    rate: Annotated[float, typer.Option(metavar="PER_S", help="New sessions per second.", rich_help_panel=_LOAD)] = 1.0,
+    burstiness: Annotated[
+        float,
+        typer.Option(
+            metavar="SHAPE",
+            help="For bursty: the gamma distribution's shape. 1 is poisson; the less, the burstier.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = 0.25,
+    seed: SeedOption = 0,
+    prompt: Annotated[
+        str, typer.Option(metavar="LENGTHS", help="New text of each turn, in tokens.", rich_help_panel=_LENGTHS)
+    ] = "lognormal:median=1000,sigma=0.8",
+    output: Annotated[
+        str,
+        typer.Option(
+            metavar="LENGTHS",
+            help="Output of each request, in tokens. From the same trace as --prompt: drawn together.",
+            rich_help_panel=_LENGTHS,
+        ),
+    ] = "lognormal:median=200,sigma=0.7",
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Prompt and output of one request: longer ones are cut, a session that would outgrow it ends.",
+            rich_help_panel=_LENGTHS,
+        ),
+    ] = 32_768,
+    system_prompts: Annotated[
+        int, typer.Option(metavar="N", help="Each session starts with one of N texts.", rich_help_panel=_SHARING)
+    ] = 0,
+    system_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Length of these texts, in tokens.", rich_help_panel=_SHARING)
+    ] = 0,
+    turns: Annotated[
+        str,
+        typer.Option(
+            metavar="LENGTHS",
+            help="Turns of a session. Each contains all before it, and hits their outputs.",
+            rich_help_panel=_SHARING,
+        ),
+    ] = "1",
+    hash_tokens: Annotated[
+        int,
+        typer.Option(metavar="N", help="Tokens per prefix hash: sharing below that is lost.", rich_help_panel=_SHARING),
+    ] = 64,
+    think: Annotated[
+        float,
+        typer.Option(
+            metavar="S", help="Mean time from one turn's arrival to the next one's.", rich_help_panel=_CLIENTS
+        ),
+    ] = 20.0,
+    abort: Annotated[
+        float, typer.Option(metavar="SHARE", help="Share of requests given up.", rich_help_panel=_CLIENTS)
+    ] = 0.0,
+    abort_after: Annotated[
+        float, typer.Option(metavar="S", help="Mean time until they are.", rich_help_panel=_CLIENTS)
+    ] = 5.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a workload. The same options and seed give the same file.
+
+    Example: kvreplay synth -o chat.parquet --requests 500 --rate 2 --turns 4 --system-prompts 3 --system-tokens 1024
+    """
+    from kvreplay.trace.lengths import parse_lengths
+    from kvreplay.trace.synth import ArrivalProcess, SynthOptions, synthesise
+    from kvreplay.trace.writer import check_output
+
+    options = SynthOptions(
+        requests=requests,
+        seed=seed,
+        arrivals=ArrivalProcess(arrivals),
+        rate=rate,
+        burstiness=burstiness,
+        prompt=parse_lengths("--prompt", prompt),
+        output=parse_lengths("--output", output),
+        system_prompts=system_prompts,
+        system_tokens=system_tokens,
+        turns=parse_lengths("--turns", turns),
+        think_s=think,
+        max_tokens=max_tokens,
+        abort=abort,
+        abort_after_s=abort_after,
+        hash_tokens=hash_tokens,
+    )
+    check_output(output_file, options.input_files)
+    print_written(output_file, synthesise(options), options.metadata(), as_json=as_json)
