@@ -1,6 +1,8 @@
 """Events to columns: transposing, ordering and numbering them."""
 
 from collections.abc import Sequence
+from itertools import repeat
+from operator import is_
 from typing import Any, Final
 
 import numpy as np
@@ -43,11 +45,17 @@ def cells_to_table(cells: Sequence[Any], first_handle: int) -> pa.Table:
 
 
 def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    # Most columns of most kinds are empty, and finding that out is far cheaper than converting them. Lists of numpy
-    # arrays must not be compared by value.
-    if not values or (values[0] is None and all(value is None for value in values)):
+    # Most columns of most kinds are empty, and finding that out is far cheaper than converting them.
+    if not values or (values[0] is None and _is_all_null(values, kind)):
         return pa.nulls(len(values), kind)
     return pa.array(values, kind)
+
+
+def _is_all_null(values: Sequence[Any], kind: pa.DataType) -> bool:
+    if pa.types.is_list(kind):
+        # `count` compares by value, which numpy arrays refuse.
+        return all(map(is_, values, repeat(None)))
+    return values.count(None) == len(values)
 
 
 def in_order(table: pa.Table) -> pa.Table:

@@ -175,10 +175,11 @@ def test_an_event_before_the_settled_past_is_a_bug_in_the_caller() -> None:
 
 def test_lists_may_be_arrays() -> None:
     memory = MemoryTrace(METADATA)
+    memory.emit(Event("load.failed", 0))
     memory.emit(Event("load.failed", 1, block_ids=np.array([1, 2])))  # type: ignore[arg-type]
     memory.emit(Event("load.failed", 2, block_ids=[3]))
     memory.emit(Event("load.failed", 3, num_tokens=np.int64(4)))  # type: ignore[arg-type]
-    assert memory.frame(["block_ids"])["block_ids"].to_list() == [[1, 2], [3], None]
+    assert memory.frame(["block_ids"])["block_ids"].to_list() == [None, [1, 2], [3], None]
 
 
 # -- the disk -----------------------------------------------------------------------------------------------------
