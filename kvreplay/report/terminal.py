@@ -103,7 +103,7 @@ def _requests(summary: Summary) -> Section:
         "stalled": requests.stalled,
         "unfinished": requests.unfinished,
     }
-    notes = {"stalled": _after_healing(summary), "unfinished": "their engine died"}
+    notes = {"stalled": _after_healing(summary), "unfinished": "neither ended nor proven stalled"}
     for reason in summary.reasons:
         note = f"{number(reason.count)} {reason.cause or 'without a cause'}"
         notes[reason.outcome] = f"{notes[reason.outcome]}; {note}" if reason.outcome in notes else note
@@ -331,8 +331,8 @@ def _over_time(summary: Summary, width: int, *, ascii_only: bool) -> Section:
 def _gauges(line: Series) -> Iterator[tuple[str, list[int], int]]:
     yield "blocks", line.blocks, line.capacity_blocks
     yield "running", line.running, 0
-    if max(line.waiting):
-        yield "waiting", line.waiting, 0
+    if max(line.queued):
+        yield "queued", line.queued, 0
     yield "deferred", line.deferred, 0
 
 

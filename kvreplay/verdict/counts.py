@@ -9,10 +9,10 @@ from kvreplay.checkers.frames import rows_of
 from kvreplay.verdict.model import Evicted, Instance, Loads, Recomputed, Series
 
 COUNTERS: Final = ("steps", "busy_ns", "computed_tokens", "loaded_tokens", "preemptions")
-GAUGES: Final = ("blocks", "running", "waiting", "deferred")
+GAUGES: Final = ("blocks", "running", "queued", "deferred")
 
 OVERLOADED_UTILISATION: Final = 0.95
-MIN_WAITING_SAMPLES: Final = 3
+MIN_QUEUED_SAMPLES: Final = 3
 MAX_SERIES_POINTS: Final = 360
 
 
@@ -83,13 +83,21 @@ def _nested_sums(rows: pl.DataFrame, outer: str, inner: str, value: str) -> dict
 def usage_samples(frame: pl.DataFrame) -> pl.DataFrame:
     """time_ns, instance, status, value; `grown` is what a counter gained since its last sample.
 
-    A restarted instance counts from 0 again: then all of the new value is gain.
+    A restarted instance counts from 0 again: then all of the new value is gain. One status is derived here: what is
+    `queued` waits for capacity, which the deferred among the waiting do not.
     """
     gain = pl.col("value").diff().over("instance", "status")
     grown = pl.when(gain.is_null() | (gain < 0)).then(pl.col("value")).otherwise(gain)
+    samples = rows_of(frame, ["usage"], "time_ns", "instance", "status", "num_tokens").rename({"num_tokens": "value"})
+    waiting = pl.col("value").filter(pl.col("status") == "waiting").sum()
+    deferred = pl.col("value").filter(pl.col("status") == "deferred").sum()
+    queued = (
+        samples.filter(pl.col("status").is_in(["waiting", "deferred"]))
+        .group_by("time_ns", "instance", maintain_order=True)
+        .agg(status=pl.lit("queued"), value=(waiting - deferred).clip(0))
+    )
     return (
-        rows_of(frame, ["usage"], "time_ns", "instance", "status", "num_tokens")
-        .rename({"num_tokens": "value"})
+        pl.concat([samples, queued.select("time_ns", "instance", "status", "value")])
         .with_columns(grown=pl.when(pl.col("status").is_in(list(COUNTERS))).then(grown))
         .collect()
     )
@@ -113,7 +121,7 @@ def instances(usage: pl.DataFrame, roles: Mapping[str, str], virtual_ns: int, la
             computed_tokens=total.get((name, "computed_tokens"), 0),
             loaded_tokens=total.get((name, "loaded_tokens"), 0),
             peak_running=highest.get((name, "running"), 0),
-            peak_waiting=highest.get((name, "waiting"), 0),
+            peak_queued=highest.get((name, "queued"), 0),
             peak_deferred=highest.get((name, "deferred"), 0),
             overloaded=_overload(arriving.filter(pl.col("instance") == name)),
         )
@@ -130,14 +138,20 @@ def _overload(arriving: pl.DataFrame) -> str | None:
     """The rule is stated at `Instance.overloaded`."""
     if arriving.is_empty():
         return None
-    span_ns = int(arriving["time_ns"][-1])
+    span_ns = _last_ns(arriving["time_ns"])
     busy = arriving.filter(pl.col("status") == "busy_ns")["grown"].sum() / max(span_ns, 1)
     if busy > OVERLOADED_UTILISATION:
         return f"computed {min(busy, 1.0):.0%} of the time"
-    late = arriving.filter(pl.col("status") == "waiting", pl.col("time_ns") * 2 >= span_ns)["value"]
-    if len(late) >= MIN_WAITING_SAMPLES and int(late.min()) > 0:  # type: ignore[arg-type]
+    late = arriving.filter(pl.col("status") == "queued", pl.col("time_ns") * 2 >= span_ns)["value"]
+    if len(late) >= MIN_QUEUED_SAMPLES and int(late.min()) > 0:  # type: ignore[arg-type]
         return "its queue never emptied"
     return None
+
+
+def _last_ns(time_ns: pl.Series) -> int:
+    last = time_ns.max()
+    assert isinstance(last, int)
+    return last
 
 
 def series(usage: pl.DataFrame, roles: Mapping[str, str]) -> list[Series]:
@@ -176,7 +190,7 @@ def _points(time_ns: pl.Series) -> pl.Series:
     """The instant under which a sample is shown: its own, or the end of its slice if there would be too many."""
     if time_ns.n_unique() <= MAX_SERIES_POINTS:
         return time_ns
-    slice_ns = int(time_ns[-1]) // MAX_SERIES_POINTS + 1
+    slice_ns = _last_ns(time_ns) // MAX_SERIES_POINTS + 1
     return (time_ns // slice_ns + 1) * slice_ns
 
 

@@ -36,7 +36,7 @@ class Requests(msgspec.Struct, frozen=True, kw_only=True):
     held_up: int = 0
     """Stalled, but ended once the faults were taken away."""
     unfinished: int = 0
-    """Neither ended nor stalled: their engine died."""
+    """Neither ended nor proven stalled: lost on the way, or with a dead engine."""
     failed_unfaulted: int = 0
     """Failed though no fault named them."""
 
@@ -166,11 +166,11 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     computed_tokens: int = 0
     loaded_tokens: int = 0
     peak_running: int = 0
-    peak_waiting: int = 0
+    peak_queued: int = 0
     peak_deferred: int = 0
     overloaded: str | None = None
     """Why it counts as overloaded, or None. Judged over the time in which requests arrive: it computed for
-    more than 95 % of it, or had requests waiting at every sample of its second half (of three or more)."""
+    more than 95 % of it, or had requests queued at every sample of its second half (of three or more)."""
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,11 +182,12 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
     time_s: list[Annotated[float, msgspec.Meta(ge=0)]]
     blocks: list[Count]
     running: list[Count]
-    waiting: list[Count]
+    queued: list[Count]
+    """Waiting for capacity: those waiting less the deferred, which wait for their connector."""
     deferred: list[Count]
 
     def __post_init__(self) -> None:
-        lengths = {len(line) for line in (self.time_s, self.blocks, self.running, self.waiting, self.deferred)}
+        lengths = {len(line) for line in (self.time_s, self.blocks, self.running, self.queued, self.deferred)}
         if len(lengths) != 1 or not self.time_s:
             raise ValueError(f"series of {self.role}: lines of one and the same length expected")
 

@@ -75,7 +75,7 @@ def _series(role: str) -> Series:
         time_s=[float(at) for at in range(10, 3610, 10)],
         blocks=[728 * at for at in range(360)],
         running=[at % 7 for at in range(360)],
-        waiting=[0] * 360,
+        queued=[0] * 360,
         deferred=[int(at > 180) for at in range(360)],
     )
 

@@ -257,7 +257,7 @@ def test_an_instance_is_overloaded_by_the_stated_rule(
     samples = [
         event
         for place, (busy, queue) in enumerate(zip(busy_s, waiting, strict=True), 1)
-        for event in usage("D0", place * 10, busy_ns=ns(busy), waiting=queue)
+        for event in usage("D0", place * 10, busy_ns=ns(busy), waiting=queue + 3, deferred=3)
     ]
     idle = usage("D0", 400, busy_ns=ns(busy_s[-1]), waiting=0)
     assert sum_up(arrived("r1"), *samples, arrived("r2", 40), *idle).instances[1].overloaded == overloaded
@@ -265,14 +265,14 @@ def test_an_instance_is_overloaded_by_the_stated_rule(
 
 def test_series_add_up_the_instances_of_a_role(sum_up: SumUp) -> None:
     samples = [
-        *usage("D0", 10, blocks=5, running=1, waiting=0, deferred=2, num_gpu_blocks=64),
+        *usage("D0", 10, blocks=5, running=1, waiting=3, deferred=2, num_gpu_blocks=64),
         *usage("D1", 10, blocks=7, running=2, waiting=0, deferred=0, num_gpu_blocks=64),
-        *usage("D0", 20, blocks=1, running=0, waiting=4, deferred=0, num_gpu_blocks=64),
+        *usage("D0", 20, blocks=1, running=0, waiting=5, deferred=1, num_gpu_blocks=64),
     ]
     [line] = sum_up(*samples, roles={"D0": "decode", "D1": "decode"}).series
     assert (line.role, line.num_instances, line.capacity_blocks) == ("decode", 2, 128)
     assert (line.time_s, line.blocks, line.running) == ([10.0, 20.0], [12, 8], [3, 2])
-    assert (line.waiting, line.deferred) == ([0, 4], [2, 0])
+    assert (line.queued, line.deferred) == ([1, 4], [2, 1])
 
 
 def test_series_stay_short_and_keep_their_peaks(sum_up: SumUp) -> None:
