@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvreplay.connectors.mooncake.structs import MooncakeXferMetadata, WriteSegment
+from kvreplay.kv.memory import BlockIds
 from kvreplay.sim.envelope import Envelope
 from kvreplay.transport.machine import Deadline
 
@@ -69,9 +69,8 @@ class Write:
     """One engine call: a batch of requests that were ready at the same time, and what it copies for them."""
 
     service: Service
-    write_id: int
     conversation: str
-    batch: list[tuple[str, SendBlockMeta]]
+    batch: list[tuple[str, SendBlockMeta]] = field(default_factory=list)
     segments: tuple[WriteSegment, ...] = ()
     num_blocks: int = 0
     size_bytes: int = 0
@@ -79,18 +78,24 @@ class Write:
     """Those of the batch that have failed already, and why."""
     err_msg: str | None = None
     is_last: bool = False
-    is_open: bool = False
-    """The engine call is running."""
+    write_id: int = -1
+    """Its number, while the engine call is running."""
     start_ns: int = 0
     deadline: Deadline | None = None
     handles: dict[str, int] = field(default_factory=dict)
     """Consumer's request id → the event that says that its write started."""
+    blocks_written: dict[str, int] = field(default_factory=dict)
 
     def fail(self, req_id: str, reason: str) -> None:
         """The first reason of a batch is the one that its reply gives."""
         self.err_reqs.append(req_id)
         if self.err_msg is None:
             self.err_msg = reason
+
+    def fail_rest(self, reason: str) -> None:
+        """Everything of the batch that has not failed, also what asked for no bytes."""
+        self.err_reqs += [d_req_id for d_req_id, _ in self.batch if d_req_id not in self.err_reqs]
+        self.err_msg = reason if self.err_msg is None else f"{self.err_msg}; {reason}"
 
 
 def plan_copies(write: Write, pull: MooncakeXferMetadata, page_bytes: Sequence[int]) -> None:
@@ -127,6 +132,6 @@ def num_descriptors(segments: Sequence[WriteSegment], num_regions: Sequence[int]
     )
 
 
-def _num_breaks(source: Sequence[int] | NDArray[np.int64], target: Sequence[int] | NDArray[np.int64]) -> int:
-    breaks = (np.diff(source) != 1) | (np.diff(target) != 1)
-    return int(np.count_nonzero(breaks))
+def _num_breaks(source: BlockIds, target: BlockIds) -> int:
+    source, target = np.asarray(source), np.asarray(target)
+    return int(np.count_nonzero((source[1:] - source[:-1] != 1) | (target[1:] - target[:-1] != 1)))

@@ -2,14 +2,12 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from itertools import count
 
 import msgspec
 
 from kvreplay.behaviour import Behaviour
-from kvreplay.connectors.mooncake.addresses import instance_of, memory_address
 from kvreplay.connectors.mooncake.config import MooncakeConfig
-from kvreplay.connectors.mooncake.entries import SendBlockMeta, Service, Write, num_descriptors, plan_copies
+from kvreplay.connectors.mooncake.entries import SendBlockMeta, Service, Write, plan_copies
 from kvreplay.connectors.mooncake.identity import WorkerIdentity
 from kvreplay.connectors.mooncake.layout import KVLayout, PeerLayouts, misfit
 from kvreplay.connectors.mooncake.ranks import target_ranks
@@ -20,14 +18,12 @@ from kvreplay.connectors.mooncake.structs import (
     MooncakeXferMetadata,
     MooncakeXferResponse,
     MooncakeXferResponseStatus,
-    SourceReader,
-    WriteData,
     WriteDone,
     decode_request,
 )
+from kvreplay.connectors.mooncake.write_source import WriteSource
 from kvreplay.events import Event, EventSink
-from kvreplay.kv.content import WordArray
-from kvreplay.kv.memory import BlockIds, KVMemory
+from kvreplay.kv.memory import KVMemory
 from kvreplay.sim.envelope import PULL_REPLY, PULL_REQUEST, WRITE_DATA, WRITE_DONE, Envelope
 from kvreplay.transport.machine import Deadlines
 
@@ -43,9 +39,9 @@ _MAX_GONE = 4096
 
 
 class Producer:
-    """A state machine: a queue of pulls, sender tasks that wait for requests, threads that write.
+    """A state machine: a queue of pulls, and sender tasks that wait for requests and have them written.
 
-    A sender task takes one pull and keeps it until its last reply; 20 of them wait at most, 10 threads write.
+    A sender task takes one pull and keeps it until its last reply. There are twice as many as threads.
     """
 
     def __init__(
@@ -63,13 +59,15 @@ class Producer:
         self.outbox: list[Envelope] = []
         self.entries: dict[str, SendBlockMeta] = {}
         """Transfer id → transfer: `reqs_need_send`."""
+        self._answers_drops = behaviour["mooncake_producer_drop"] == "answer"
+        self._expires_placeholders = behaviour["mooncake_placeholder"] == "expire"
+        self._fences = behaviour["transfer_fence"] == "attempt"
         self._identity = identity
         self._ranks = identity.ranks
         self._config = config
         self._abort_timeout_ns = config.abort_request_timeout_ns
         self._layout = layout
-        self._page_bytes, self._num_regions = layout.totals(num_groups)
-        self._memory = memory
+        self._page_bytes, num_regions = layout.totals(num_groups)
         self._sink = sink
         self._stats = stats
         self._peer_layouts = PeerLayouts()
@@ -77,18 +75,22 @@ class Producer:
 
         self._queue: deque[Envelope] = deque()
         self._services: dict[Service, None] = {}
-        self._write_queue: deque[Write] = deque()
-        self._writes: dict[int, Write] = {}
-        self._write_ids = count()
+        self._writes = WriteSource(
+            self.outbox,
+            self._deadlines,
+            identity,
+            config=config,
+            num_regions=num_regions,
+            memory=memory,
+            sink=sink,
+            stats=stats,
+            fences=self._fences,
+            ended=self._end_batch,
+        )
         self._finished_sending: dict[str, None] = {}
         self._overdue: dict[str, SendBlockMeta] = {}
         """Transfers whose time is up: the next poll frees those that are not being sent."""
         self._gone: OrderedDict[str, None] = OrderedDict()
-        self._is_dead = False
-
-        self._answers_drops = behaviour["mooncake_producer_drop"] == "answer"
-        self._expires_placeholders = behaviour["mooncake_placeholder"] == "expire"
-        self._fences = behaviour["transfer_fence"] == "attempt"
 
     # -- the state machine --------------------------------------------------------------------------------
 
@@ -98,14 +100,16 @@ class Producer:
 
     @property
     def has_report(self) -> bool:
-        return bool(self._finished_sending) or any(entry.sending == 0 for entry in self._overdue.values())
+        if self._overdue and any(entry.sending == 0 for entry in self._overdue.values()):
+            return True
+        return bool(self._finished_sending)
 
     def handle(self, envelope: Envelope, now_ns: int) -> None:
         kind = envelope.kind
         if kind == PULL_REQUEST:
             self._queue.append(envelope)
         elif kind == WRITE_DONE:
-            self._on_write_returned(envelope.payload, now_ns)
+            self._writes.on_returned(envelope.payload, now_ns)
         else:
             assert kind == CONNECTION_CLOSED, kind
             self._on_consumer_gone(envelope)
@@ -113,7 +117,7 @@ class Producer:
 
     def on_refused(self, envelope: Envelope, now_ns: int) -> None:
         if envelope.kind == WRITE_DATA:
-            self._on_write_returned(WriteDone(envelope.payload.write_id, -1), now_ns)
+            self._writes.on_returned(WriteDone(envelope.payload.write_id, -1), now_ns)
             self._start_queued(now_ns)
 
     def on_deadline(self, now_ns: int) -> None:
@@ -137,7 +141,7 @@ class Producer:
 
     def shutdown(self) -> None:
         """From now on nothing can be read from this worker's memory."""
-        self._is_dead = True
+        self._writes.shutdown()
 
     # -- what the scheduler says --------------------------------------------------------------------------
 
@@ -328,7 +332,7 @@ class Producer:
     def _start_batch(self, service: Service, batch: list[tuple[str, SendBlockMeta]], now_ns: int) -> None:
         envelope = service.envelope
         conversation = f"{envelope.conversation}/write{service.num_writes}"
-        write = Write(service, next(self._write_ids), conversation, [])
+        write = Write(service, conversation)
         service.num_writes += 1
         for d_req_id, entry in batch:
             del service.pending[d_req_id]
@@ -343,22 +347,22 @@ class Producer:
         write.is_last = not service.pending
         service.write = write
         plan_copies(write, service.pull, self._page_bytes)
-        if not write.segments:
-            self._end_batch(write, now_ns)
-        elif len(self._writes) < self._config.num_workers:
-            self._start_write(write, now_ns)
+        if write.segments:
+            self._writes.start(write, now_ns)
         else:
-            self._write_queue.append(write)
+            self._end_batch(write, now_ns)
 
     def _end_batch(self, write: Write, now_ns: int) -> None:
+        """The engine has returned, or had nothing to do."""
         failed = set(write.err_reqs)
         ok_reqs: list[str] = []
         for d_req_id, entry in write.batch:
             entry.sending -= 1
-            if d_req_id in failed:
+            if d_req_id not in failed:
+                ok_reqs.append(d_req_id)
+                entry.sent += 1
+            elif not self._fences:
                 continue
-            ok_reqs.append(d_req_id)
-            entry.sent += 1
             self._complete(entry)
         service = write.service
         service.write = None
@@ -378,9 +382,10 @@ class Producer:
             self._advance(service, now_ns)
 
     def _complete(self, entry: SendBlockMeta) -> None:
-        """Let go of a transfer that every consumer rank has. A fenced one must not be read by anybody else."""
+        """Let go of a transfer that every consumer rank has. With fences, not while another write reads it still."""
         if self._fences:
-            is_done = entry.sent >= entry.need_send and entry.sending == 0
+            is_current = self.entries.get(entry.transfer_id) is entry
+            is_done = is_current and entry.sent >= entry.need_send and entry.sending == 0
         else:
             is_done = entry.sent == entry.need_send
         if is_done and self._remove(entry.transfer_id) is not None:
@@ -453,120 +458,6 @@ class Producer:
                 reply_index=reply_index,
             )
         )
-
-    # -- engine writes ------------------------------------------------------------------------------------
-
-    def _start_write(self, write: Write, now_ns: int) -> None:
-        service = write.service
-        envelope, pull = service.envelope, service.pull
-        write.is_open = True
-        write.start_ns = now_ns
-        self._writes[write.write_id] = write
-        num_blocks: dict[str, int] = {}
-        for segment in write.segments:
-            num_blocks[segment.request_id] = num_blocks.get(segment.request_id, 0) + len(segment.block_ids)
-        peer = instance_of(envelope.source)
-        transfer_ids: list[str] = []
-        for d_req_id, entry in write.batch:
-            if d_req_id in num_blocks:
-                transfer_ids.append(entry.transfer_id)
-                write.handles[d_req_id] = self._sink.emit(
-                    Event(
-                        "send.started",
-                        now_ns,
-                        self._identity.instance,
-                        request_id=entry.p_req_id,
-                        transfer_id=entry.transfer_id,
-                        peer=peer,
-                        num_blocks=num_blocks[d_req_id],
-                    )
-                )
-        self.outbox.append(
-            Envelope(
-                kind=WRITE_DATA,
-                source=self._identity.address,
-                destination=memory_address(pull.remote_hostname, pull.remote_port),
-                payload=WriteData(
-                    session=f"{pull.remote_hostname}:{pull.remote_port}",
-                    pull=envelope.conversation,
-                    attempt=envelope.attempt,
-                    write_id=write.write_id,
-                    segments=write.segments,
-                    num_blocks=write.num_blocks,
-                    read=self._reader(write),
-                ),
-                request_ids=tuple(num_blocks),
-                transfer_ids=tuple(transfer_ids),
-                conversation=write.conversation,
-                attempt=envelope.attempt,
-                peer_index=envelope.peer_index,
-                num_peers=envelope.num_peers,
-                size_bytes=write.size_bytes,
-            )
-        )
-        # The engine gives up after a fixed time and 1 ns per byte; its bytes may land later all the same.
-        timeout_ns = self._config.transfer_timeout_ns + write.size_bytes
-        write.deadline = self._deadlines.at(now_ns + timeout_ns, self._on_write_timeout, write)
-
-    def _reader(self, write: Write) -> SourceReader:
-        """Reads the source when the write lands: whatever is there then, unless the write is fenced off."""
-
-        def read(group: int, block_ids: BlockIds) -> WordArray | None:
-            if self._is_dead or (self._fences and not write.is_open):
-                return None
-            return self._memory.read_blocks(group, block_ids)
-
-        return read
-
-    def _on_write_returned(self, done: WriteDone, now_ns: int) -> None:
-        write = self._writes.get(done.write_id)
-        if write is not None:
-            self._end_write(write, done.ret, now_ns)
-
-    def _on_write_timeout(self, write: Write, now_ns: int) -> None:
-        self._end_write(write, -1, now_ns)
-
-    def _end_write(self, write: Write, ret: int, now_ns: int) -> None:
-        del self._writes[write.write_id]
-        write.is_open = False
-        self._deadlines.cancel(write.deadline)
-        reason = None
-        if ret == 0:
-            self._stats.record_transfer(
-                duration_ns=now_ns - write.start_ns,
-                num_bytes=write.size_bytes,
-                num_descriptors=num_descriptors(write.segments, self._num_regions),
-            )
-        else:
-            self._stats.num_failed_transfers += 1
-            reason = f"Mooncake transfer engine returned {ret}"
-            failed = set(write.err_reqs)
-            write.err_reqs += [d_req_id for d_req_id, _ in write.batch if d_req_id not in failed]
-            write.err_msg = reason if write.err_msg is None else f"{write.err_msg}; {reason}"
-        self._emit_send_finished(write, reason, now_ns)
-        if self._write_queue:
-            self._start_write(self._write_queue.popleft(), now_ns)
-        self._end_batch(write, now_ns)
-
-    def _emit_send_finished(self, write: Write, reason: str | None, now_ns: int) -> None:
-        peer = instance_of(write.service.envelope.source)
-        for d_req_id, entry in write.batch:
-            handle = write.handles.get(d_req_id)
-            if handle is not None:
-                self._sink.emit(
-                    Event(
-                        "send.finished",
-                        now_ns,
-                        self._identity.instance,
-                        request_id=entry.p_req_id,
-                        transfer_id=entry.transfer_id,
-                        peer=peer,
-                        num_blocks=entry.num_blocks,
-                        status="ok" if reason is None else "failed",
-                        cause=reason,
-                        cause_handle=handle,
-                    )
-                )
 
 
 def _pull_of(payload: MooncakeXferMetadata | bytes) -> MooncakeXferMetadata:

@@ -8,7 +8,7 @@ from kvreplay.connectors.mooncake.bootstrap import BootstrapServer
 from kvreplay.connectors.mooncake.config import MooncakeConfig
 from kvreplay.connectors.mooncake.consumer import Consumer
 from kvreplay.connectors.mooncake.identity import WorkerIdentity
-from kvreplay.connectors.mooncake.layout import layout_of
+from kvreplay.connectors.mooncake.layout import KVLayout, layout_of
 from kvreplay.connectors.mooncake.producer import Producer
 from kvreplay.connectors.mooncake.stats import MooncakeStats
 from kvreplay.connectors.mooncake.structs import (
@@ -33,9 +33,11 @@ from kvreplay.transport.virtual import VirtualDriver
 class MooncakeWorker:
     """Both halves that its role has, and on the first rank of a producer the bootstrap server.
 
-    `on_report` is called when `get_finished` would return something, so that a parked instance can wake. It may be
-    called from within `start_load_kv`. After `shutdown` the object is dead; a restart makes a new one, with the next
-    incarnation in its identity.
+    `on_report` is called when `get_finished` would return something, so that a parked instance can wake; also from
+    within `start_load_kv`. `bootstrap`: a server that runs already, None to start one. `layout`: registered memory,
+    None for one region per KV cache group. `encodes_messages`: send pulls and replies as the bytes of a socket.
+
+    After `shutdown` the object is dead; a restart makes a new one, with the next incarnation in its identity.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class MooncakeWorker:
         sink: EventSink,
         on_report: Callable[[], None],
         bootstrap: BootstrapServer | None = None,
+        layout: KVLayout | None = None,
         encodes_messages: bool = False,
     ) -> None:
         assert role in KV_ROLES, role
@@ -65,7 +68,7 @@ class MooncakeWorker:
         self._bootstrap_driver: VirtualDriver | None = None
         self._by_kind: dict[str, VirtualDriver] = {}
         self._notifies_peers = behaviour["pull_wait"] == "bounded"
-        layout = layout_of(groups, identity.engine_id, identity.ranks.rank)
+        layout = layout or layout_of(groups, identity.engine_id, identity.ranks.rank)
         encode_envelope = _encode_payload if encodes_messages else None
 
         def drive(machine: Consumer | Producer, *kinds: str) -> VirtualDriver:

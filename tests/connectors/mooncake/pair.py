@@ -68,7 +68,8 @@ class Wire:
 
     loop: EventLoop
     transforms: dict[str, Transform] = field(default_factory=dict)
-    delays_s: dict[str, float] = field(default_factory=dict)
+    delays_s: dict[str, float | list[float]] = field(default_factory=dict)
+    """How much longer messages of a kind take; a list: the first so long, the second so long, ..."""
     sent: list[Envelope] = field(default_factory=list)
     kinds: frozenset[str] = ALL_KINDS
 
@@ -76,8 +77,10 @@ class Wire:
         self.sent.append(envelope)
         transform = self.transforms.get(envelope.kind)
         envelopes = [envelope] if transform is None else transform(envelope)
-        delay_ns = round(self.delays_s.get(envelope.kind, 0) * NS_PER_S)
-        return [Delivery(each, delay_ns) for each in envelopes]
+        delay_s = self.delays_s.get(envelope.kind, 0)
+        if isinstance(delay_s, list):
+            delay_s = delay_s.pop(0)
+        return [Delivery(each, round(delay_s * NS_PER_S)) for each in envelopes]
 
     def hold(self, delivery: Delivery, release: Callable[[], None]) -> None:
         raise AssertionError("nothing waits for events here")

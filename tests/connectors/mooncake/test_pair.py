@@ -251,12 +251,12 @@ class TestFailures:
         pair.run(1)
         pair.finish([2], p_req_id="p2", transfer_id="X2")
         pair.run(1)
-        later: list[tuple[float, list[str], list[str], list[int]]] = {
+        later: dict[str, list[tuple[float, list[str], list[str], list[int]]]] = {
             "silent": [],
             "report": [(1.0, ["d1", "d2"], [], [4, 5])],
             "settle": [(1.0, ["d2"], [], [5])],
-        }[generation]
-        assert pair.reports_of("D0") == [(0.0, ["d1"], [], []), *later]
+        }
+        assert pair.reports_of("D0") == [(0.0, ["d1"], [], []), *later[generation]]
         assert pair.d.stats.num_failed_recvs == {"silent": 1, "report": 2, "settle": 1}[generation]
 
     @pytest.mark.parametrize("generation", GENERATIONS)
