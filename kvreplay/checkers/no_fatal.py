@@ -12,43 +12,10 @@ DETAIL: Final = DETAIL_RUN
 
 
 def check_no_fatal(frame: pl.DataFrame) -> list[Finding]:
-    return _check_engines(frame) + _check_bystanders(frame)
-
-
-def _check_engines(frame: pl.DataFrame) -> list[Finding]:
-    crashes = rows_of(frame, ["engine.crashed"], "time_ns", "instance", "status", "cause").collect()
-    return [
-        Finding(NO_FATAL, row["time_ns"], f"the engine died: {row['status']}", instance=row["instance"])
-        for row in crashes.iter_rows(named=True)
-    ]
-
-
-def _check_bystanders(frame: pl.DataFrame) -> list[Finding]:
-    """Requests that failed though no fault named them.
-
-    Left alone: those served or fed by an instance whose engine died, or on which a fault acted that names no
-    request (a crash of the whole instance).
-    """
-    faults = rows_of(frame, ["fault.injected"], "instance", "request_id").collect()
-    if faults.is_empty():
-        return []
-    crashed = rows_of(frame, ["engine.crashed"], "instance").collect()["instance"]
-    acted_on = faults.filter(pl.col("request_id").is_null())["instance"]
-    if acted_on.null_count():
-        return []
-    excused = pl.concat([crashed, acted_on]).to_list()
-    named = faults["request_id"].drop_nulls().unique().to_list()
-    victims = (
-        client_ends(frame)
-        .filter(
-            pl.col("kind") == "request.failed",
-            ~pl.col("request_id").is_in(named),
-            ~pl.col("serving").is_in(excused).fill_null(value=False),
-            ~pl.col("producer").is_in(excused).fill_null(value=False),
-        )
-        .collect()
-    )
-    return [
+    """Without faults a failure is nobody's doing but the engine's, and counts as a failure only."""
+    if rows_of(frame, ["fault.injected"], "seq").collect().is_empty():
+        return _check_engines(frame)
+    return _check_engines(frame) + [
         Finding(
             NO_FATAL,
             row["time_ns"],
@@ -56,5 +23,33 @@ def _check_bystanders(frame: pl.DataFrame) -> list[Finding]:
             instance=row["instance"],
             request_id=row["request_id"],
         )
-        for row in victims.iter_rows(named=True)
+        for row in unfaulted_failures(frame).iter_rows(named=True)
+    ]
+
+
+def unfaulted_failures(frame: pl.DataFrame) -> pl.DataFrame:
+    """The ends (as `client_ends`) of requests that failed though no fault named them.
+
+    Left out: those served or fed by an instance whose engine died, or on which a fault acted that names no request
+    (a crash of the whole instance). Where such a fault does not say where it acted, it may explain any failure.
+    """
+    faults = rows_of(frame, ["fault.injected"], "instance", "request_id").collect()
+    crashed = rows_of(frame, ["engine.crashed"], "instance").collect()["instance"]
+    acted_on = faults.filter(pl.col("request_id").is_null())["instance"]
+    excused = pl.concat([crashed, acted_on]).to_list()
+    named = faults["request_id"].drop_nulls().unique().to_list()
+    victims = client_ends(frame).filter(
+        pl.col("kind") == "request.failed",
+        ~pl.col("request_id").is_in(named),
+        ~pl.col("serving").is_in(excused).fill_null(value=False),
+        ~pl.col("producer").is_in(excused).fill_null(value=False),
+    )
+    return victims.collect().clear() if acted_on.null_count() else victims.collect()
+
+
+def _check_engines(frame: pl.DataFrame) -> list[Finding]:
+    crashes = rows_of(frame, ["engine.crashed"], "time_ns", "instance", "status", "cause").collect()
+    return [
+        Finding(NO_FATAL, row["time_ns"], f"the engine died: {row['status']}", instance=row["instance"])
+        for row in crashes.iter_rows(named=True)
     ]

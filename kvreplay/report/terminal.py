@@ -69,8 +69,6 @@ def _warnings(summary: Summary) -> Iterator[str]:
     for instance in summary.instances:
         if instance.overloaded:
             yield f"{instance.id} is overloaded: {instance.overloaded}"
-    if summary.requests.failed_unfaulted and summary.faults:
-        yield f"{plural(summary.requests.failed_unfaulted, 'request')} failed though no fault named them"
 
 
 def _crashes(summary: Summary) -> Section:

@@ -38,7 +38,7 @@ class Requests(msgspec.Struct, frozen=True, kw_only=True):
     unfinished: int = 0
     """Neither ended nor proven stalled: lost on the way, or with a dead engine."""
     failed_unfaulted: int = 0
-    """Failed though no fault named them."""
+    """Failed though no fault named them, nor acted on their instances as a whole."""
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True):

@@ -136,7 +136,8 @@ def _overdue(parked: pl.DataFrame) -> list[Overdue]:
     ]
 
 
-def count_requests(found: Outcomes, faulted: Sequence[str]) -> Requests:
+def count_requests(found: Outcomes, unfaulted: pl.Series) -> Requests:
+    """`unfaulted`: the requests whose failure no fault explains."""
     table = found.requests
     counts = dict(table.group_by("outcome").len().rows())
     stalled = table.filter(pl.col("outcome") == "stalled")["request_id"]
@@ -154,7 +155,7 @@ def count_requests(found: Outcomes, faulted: Sequence[str]) -> Requests:
         lost=num_lost,
         held_up=len(stalled) - num_lost,
         unfinished=counts.get("unfinished", 0),
-        failed_unfaulted=failed.filter(~pl.col("request_id").is_in(list(faulted))).height,
+        failed_unfaulted=failed.filter(pl.col("request_id").is_in(unfaulted.implode())).height,
     )
 
 

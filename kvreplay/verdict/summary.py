@@ -10,6 +10,7 @@ import polars as pl
 
 from kvreplay.checkers.finding import Finding, recorded_findings
 from kvreplay.checkers.frames import rows_of
+from kvreplay.checkers.no_fatal import unfaulted_failures
 from kvreplay.ids import NS_PER_S
 from kvreplay.verdict import counts
 from kvreplay.verdict.attach import Attached, StallKey, attach
@@ -53,7 +54,7 @@ def summarise(frame: pl.DataFrame, facts: RunFacts, findings: Sequence[Finding] 
     overdue_after_ns = round(facts.in_effect.overdue_after_s * NS_PER_S)
     found = outcomes(frame, facts.path_timers_ns + overdue_after_ns)
     faults = _fault_rows(frame)
-    requests = count_requests(found, faults["request_id"].drop_nulls().unique().to_list())
+    requests = count_requests(found, unfaulted_failures(frame)["request_id"])
     judged = _judge(frame, facts, found.stalls, requests, faults, findings)
     usage = counts.usage_samples(frame)
     arrived = found.requests["arrived_ns"]

@@ -125,5 +125,5 @@ def _say_outcomes(requests: Requests) -> str:
     others = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
     faulted = ""
     if requests.failed and not requests.failed_unfaulted:
-        faulted = "; every failed one was named by a fault"
+        faulted = "; every failure follows from a fault"
     return f"{requests.finished:,} of {plural(requests.total, 'request')} finished, {others}{faulted}"

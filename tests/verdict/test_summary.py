@@ -100,6 +100,12 @@ def test_faulted_failures_are_told_from_others(sum_up: SumUp) -> None:
     assert (summary.requests.failed, summary.requests.failed_unfaulted) == (3, 1)
 
 
+def test_a_crash_of_the_whole_instance_explains_its_failures(sum_up: SumUp) -> None:
+    failure = on("D0", "request.failed", "r1", 3, num_tokens=0, cause="instance crashed")
+    requests = sum_up(*arrivals("r1"), fault(None, 2, "peer-crash"), failure).requests
+    assert (requests.failed, requests.failed_unfaulted) == (1, 0)
+
+
 def test_a_stall_says_since_when_on_what_and_at_what_cost(sum_up: SumUp) -> None:
     summary = sum_up(*arrivals("r1"), fault("r1", 3), stalled("r1", at_s=20, since_s=5))
     [stall] = summary.stalled

@@ -104,7 +104,7 @@ def test_what_is_left_out_is_still_said() -> None:
         ),
         (
             {"total": 9, "finished": 7, "failed": 2},
-            "7 of 9 requests finished, 2 failed; every failed one was named by a fault",
+            "7 of 9 requests finished, 2 failed; every failure follows from a fault",
         ),
     ],
 )
