@@ -71,19 +71,23 @@ def _facts(document: Mapping[str, Any]) -> "Table":
 def _source(document: Mapping[str, Any]) -> str:
     source = document["source"]
     options = source.get("options") or {}
-    shown = [f"{name}={_short(value)}" for name, value in options.items() if value not in (None, "", [], {})]
+    shown = [f"{name}={_short(value)}" for name, value in options.items() if value not in (None, [], {})]
     parts = [str(source.get("tool", "unknown")), *shown]
     parts += [f"input {digest}" for digest in source.get("inputs") or []]
     return f"{', '.join(parts)} (kvreplay {document['kvreplay_version']}, schema {document['schema_version']})"
 
 
 def _short(value: object) -> str:
-    """One option: nested ones as `lognormal:median=1000,sigma=0.8`."""
+    """A setting in one line; what is not set is left out."""
     if isinstance(value, Mapping):
-        return ",".join(
-            f"{name}:{_short(inner)}" if isinstance(inner, Mapping) else f"{name}={inner}"
+        parts = [
+            f"{name}:{_short(inner)}" if isinstance(inner, Mapping) else f"{name}={_short(inner)}"
             for name, inner in value.items()
-        )
+            if inner not in (None, {}, [])
+        ]
+        return ", ".join(parts)
+    if isinstance(value, list | tuple):
+        return " ".join(f"({_short(inner)})" if isinstance(inner, Mapping) else str(inner) for inner in value)
     return str(value)
 
 

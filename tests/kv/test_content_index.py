@@ -91,9 +91,7 @@ def test_two_positions_have_the_same_word_exactly_when_they_hold_the_same_prefix
 
 
 @given(WORKLOADS, st.integers(1, 5))
-def test_keys_of_generated_tokens_can_be_told_from_those_of_prompts(
-    workload: list[Prompt], block_size: int
-) -> None:
+def test_keys_of_generated_tokens_can_be_told_from_those_of_prompts(workload: list[Prompt], block_size: int) -> None:
     index = ContentIndex(workload, block_size)
     for place, prompt in enumerate(workload):
         is_generated = index.is_generated_key(index.content(place).block_keys)
@@ -109,9 +107,7 @@ def test_a_partial_last_chunk_shares_what_it_covers_with_the_full_chunk() -> Non
     assert partial.block_keys[6] not in full.block_keys
 
 
-def turn(
-    session: str, number: int, prompt_tokens: int, output_tokens: int, chunks: tuple[int, ...]
-) -> Prompt:
+def turn(session: str, number: int, prompt_tokens: int, output_tokens: int, chunks: tuple[int, ...]) -> Prompt:
     return Prompt(prompt_tokens, output_tokens, chunks, 4, {"session": session, "turn": number})
 
 
