@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator
 
-from rich.console import RenderableType
-
-from kvreplay.report.layout import Column, table, title
+from kvreplay.report.layout import Column, Section, table, title
 from kvreplay.report.words import duration, number
 from kvreplay.verdict.model import Baseline, Summary
 
 
-def baseline_section(summary: Summary) -> Iterator[RenderableType]:
+def baseline_section(summary: Summary) -> Section:
     twin = summary.baseline
     if twin is None:
         return

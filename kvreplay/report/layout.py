@@ -1,7 +1,7 @@
 """Pieces that every section of a terminal report is made of: titles, lines and plain tables."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
@@ -9,6 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvreplay.report.words import safe
+
+Section: TypeAlias = Iterator[RenderableType]
+"""A title and what is under it; nothing at all where there is nothing to say."""
 
 INDENT = 2
 WIDE = 120
@@ -52,7 +55,7 @@ def _without_trailing_blanks(line: Sequence[Segment]) -> Iterator[Segment]:
         yield Segment(last.text.rstrip(), last.style, last.control)
 
 
-def print_sections(console: Console, sections: Iterable[Iterable[RenderableType]]) -> None:
+def print_sections(console: Console, sections: Iterable[Section]) -> None:
     """Print the parts of each section that has any, with an empty line between sections."""
     is_first = True
     for section in sections:

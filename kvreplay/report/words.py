@@ -28,10 +28,12 @@ def instant(seconds: float) -> str:
     return f"{seconds:,.3f} s"
 
 
-def listed(counts: Mapping[str, int]) -> str:
-    """`240 failed, 3 stalled`; the most first."""
+def listed(counts: Mapping[str, int], most: int = 4) -> str:
+    """`240 failed, 3 stalled`; the most first, and no more than `most` of them."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return ", ".join(f"{count:,} {name}" for name, count in ordered)
+    parts = [f"{count:,} {name or 'without a cause'}" for name, count in ordered[:most]]
+    rest = sum(count for _, count in ordered[most:])
+    return ", ".join([*parts, f"{rest:,} for {len(ordered) - most:,} other causes"] if rest else parts)
 
 
 def safe(text: str) -> str:

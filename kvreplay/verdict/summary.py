@@ -166,10 +166,9 @@ def _faults(rows: pl.DataFrame, requests: pl.DataFrame, planned: Sequence[Planne
     """In the order of the plan; what only the trace knows comes last."""
     named = rows.with_columns(pl.col("cause").fill_null(pl.col("status")))
     seen = named["cause"].unique(maintain_order=True)
-    plan = {fault.spec: fault for fault in planned}
-    for spec in seen:
-        plan.setdefault(spec, PlannedFault(spec=spec))
-    return [_fault(fault, named.filter(pl.col("cause") == fault.spec), requests) for fault in plan.values()]
+    known = {fault.spec for fault in planned}
+    plan = [*planned, *(PlannedFault(spec=spec) for spec in seen if spec not in known)]
+    return [_fault(fault, named.filter(pl.col("cause") == fault.spec), requests) for fault in plan]
 
 
 def _fault(fault: PlannedFault, rows: pl.DataFrame, requests: pl.DataFrame) -> FaultCount:

@@ -40,6 +40,12 @@ def test_counts_are_listed_by_size() -> None:
     assert listed({"failed": 2, "aborted": 2, "stalled": 1200}) == "1,200 stalled, 2 aborted, 2 failed"
 
 
+def test_a_long_list_of_counts_is_cut() -> None:
+    counts = {f"cause {index}": 9 - index for index in range(6)}
+    assert listed(counts, most=2) == "9 cause 0, 8 cause 1, 22 for 4 other causes"
+    assert listed({"": 3}) == "3 without a cause"
+
+
 def test_safe_keeps_what_is_printable() -> None:
     assert safe("größe 木 [x] 50 %") == "größe 木 [x] 50 %"
     assert safe("a\tb\x1b[0m\x9b\ud800") == "a\\tb\\x1b[0m\\x9b\\ud800"

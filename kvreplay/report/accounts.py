@@ -1,0 +1,91 @@
+"""What it cost and how busy the instances were: tokens, blocks, utilisation, use over time."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from kvreplay.report.layout import INDENT, Column, Line, Section, more, table, title
+from kvreplay.report.sparkline import columns, sparkline
+from kvreplay.report.words import duration, listed, number, share
+from kvreplay.verdict.model import Series, Summary
+from kvreplay.verdict.verdict import plural
+
+MAX_INSTANCES: Final = 32
+MAX_PLOT_WIDTH: Final = 120
+
+_LEFT, _RIGHT = Column(""), Column("", "right")
+
+
+def recomputed_section(summary: Summary) -> Section:
+    tokens, computed = summary.recomputed_tokens, summary.computed_tokens
+    yield title("Recomputed tokens", f"{number(tokens.total)}, {share(tokens.total, computed)} of all computed")
+    rows = [(cause, number(count), share(count, tokens.total)) for cause, count in _by_size(tokens.by_cause)]
+    rows.append(("(all computed)", number(computed), ""))
+    if summary.loaded_tokens or summary.loads.started:
+        rows.append(("(all loaded)", number(summary.loaded_tokens), ""))
+    yield table([_LEFT, _RIGHT, _RIGHT], rows)
+    loads = summary.loads
+    if loads.failed:
+        causes = listed(loads.failed_by_cause)
+        yield Line(f"{number(loads.failed)} of {plural(loads.started, 'load')} failed: {causes}", indent=INDENT)
+
+
+def evicted_section(summary: Summary) -> Section:
+    evicted = summary.evicted_blocks
+    yield title("Evicted blocks", number(evicted.total))
+    rows = [
+        (cause, f"group {group}", number(count))
+        for group, causes in evicted.by_group_and_cause.items()
+        for cause, count in _by_size(causes)
+    ]
+    if rows:
+        yield table([_LEFT, _LEFT, _RIGHT], rows)
+
+
+def _by_size(counts: dict[str, int]) -> list[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+
+
+def instances_section(summary: Summary) -> Section:
+    if not summary.instances:
+        return
+    yield title("Instances")
+    rows = [
+        (
+            instance.id,
+            instance.role,
+            f"{instance.utilisation:.1%}".replace("%", " %"),
+            number(instance.steps),
+            f"{number(instance.peak_blocks)} of {number(instance.num_gpu_blocks)}",
+            number(instance.preemptions),
+        )
+        for instance in summary.instances[:MAX_INSTANCES]
+    ]
+    names = ("busy", "steps", "most blocks", "preempted")
+    headers = [Column("instance", fold=True), Column("role"), *(Column(name, "right") for name in names)]
+    yield table(headers, rows)
+    if len(summary.instances) > MAX_INSTANCES:
+        yield more(len(summary.instances) - MAX_INSTANCES, "instances")
+
+
+def over_time_section(summary: Summary, width: int, *, ascii_only: bool) -> Section:
+    if not summary.series:
+        return
+    end = max(line.time_s[-1] for line in summary.series)
+    yield title("Over time", f"0 to {duration(end)}")
+    lines = [(line, *gauge) for line in summary.series for gauge in _gauges(line)]
+    roles = max(len(line.role) for line in summary.series)
+    labels = [f"{line.role:{roles}}  {name}" for line, name, _, _ in lines]
+    tops = [f"most {number(max(values))}" + (f" of {number(top)}" if top else "") for _, _, values, top in lines]
+    taken = INDENT + max(map(len, labels)) + len("  ||  ") + max(map(len, tops))
+    room = max(10, min(width, MAX_PLOT_WIDTH) - taken)
+    for (line, _, values, top), label, most in zip(lines, labels, tops, strict=True):
+        drawn = sparkline(columns(line.time_s, values, end, room), top or max(values), ascii_only=ascii_only)
+        yield Line(f"{label:{max(map(len, labels))}}  |{drawn}|  {most}", indent=INDENT)
+
+
+def _gauges(line: Series) -> Iterator[tuple[str, list[int], int]]:
+    yield "blocks", line.blocks, line.capacity_blocks
+    yield "running", line.running, 0
+    if max(line.queued):
+        yield "queued", line.queued, 0
+    yield "deferred", line.deferred, 0
