@@ -1,0 +1,186 @@
+"""The scheduler's half: what it promises, records and tells the workers."""
+
+from typing import Any, cast
+
+import pytest
+
+from kvreplay.behaviour import profile
+from kvreplay.connectors.mooncake.scheduler import PULL_PARAMETERS, MooncakeScheduler
+from kvreplay.connectors.mooncake.structs import MooncakeConnectorMetadata
+from kvreplay.engine.connector import SchedulerConnector
+from kvreplay.engine.request import Request, RequestStatus
+from kvreplay.errors import EngineFatal
+from kvreplay.kv.content import Content
+from kvreplay.kv.specs import SLIDING_WINDOW, KVCacheGroupSpec
+from tests.connectors.mooncake.pair import behaviour
+
+FULL_GROUP = KVCacheGroupSpec()
+WINDOW_GROUP = KVCacheGroupSpec(kind=SLIDING_WINDOW, sliding_window=32)
+LENGTH = RequestStatus.FINISHED_LENGTH_CAPPED
+STOPPED = RequestStatus.FINISHED_STOPPED
+ABORTED = RequestStatus.FINISHED_ABORTED
+
+
+class Blocks:
+    def __init__(self, *groups: list[int]) -> None:
+        self.groups = groups
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return self.groups
+
+    def get_unhashed_block_ids_all_groups(self) -> tuple[list[int], ...]:
+        return self.groups
+
+
+def scheduler(role: str, *groups: KVCacheGroupSpec, **switches: str) -> MooncakeScheduler:
+    return MooncakeScheduler(role, groups or (FULL_GROUP,), behaviour(**switches))
+
+
+def request(request_id: str, status: RequestStatus, params: dict[str, object] | None) -> Request:
+    made = Request(request_id, cast(Content, None), num_prompt_tokens=40, max_tokens=1, kv_transfer_params=params)
+    made.status = status
+    return made
+
+
+def prefill_leg(status: RequestStatus = RequestStatus.WAITING, **changes: object) -> Request:
+    return request("p1", status, {"do_remote_decode": True, "transfer_id": "X1", **changes})
+
+
+def decode_leg(status: RequestStatus = RequestStatus.WAITING, **changes: object) -> Request:
+    params = {
+        "do_remote_prefill": True,
+        "transfer_id": "X1",
+        "remote_engine_id": "P0#0",
+        "remote_bootstrap_addr": "http://P0:8998",
+    }
+    return request("d1", status, {**params, **changes})
+
+
+def metadata_of(half: MooncakeScheduler) -> MooncakeConnectorMetadata:
+    metadata = half.build_connector_meta()
+    assert metadata is not None
+    return metadata
+
+
+class TestConsumer:
+    def test_everything_that_is_not_here_is_promised(self) -> None:
+        half = scheduler("kv_consumer")
+        assert half.get_num_new_matched_tokens(decode_leg(), 0) == (40, True), "the partial block too"
+        assert half.get_num_new_matched_tokens(decode_leg(), 16) == (24, True)
+        assert half.get_num_new_matched_tokens(decode_leg(), 40) == (0, False)
+        assert half.get_num_new_matched_tokens(request("r", RequestStatus.WAITING, None), 0) == (0, False)
+
+    def test_a_pull_is_asked_for_once(self) -> None:
+        half, leg = scheduler("kv_consumer"), decode_leg()
+        half.update_state_after_alloc(leg, Blocks([4, 5, 6]), 40)
+        half.update_state_after_alloc(leg, Blocks([4, 5, 6]), 0)
+        pull = metadata_of(half).reqs_to_recv["P0#0"]["d1"]
+        assert (pull.transfer_id, pull.local_block_ids) == ("X1", [[4, 5, 6]])
+        assert half.build_connector_meta() is None
+        assert half.get_num_new_matched_tokens(leg, 0) == (0, False)
+
+    def test_the_window_is_clipped_to_its_blocks_and_one(self) -> None:
+        half = scheduler("kv_consumer", FULL_GROUP, WINDOW_GROUP)
+        half.update_state_after_alloc(decode_leg(), Blocks([1, 2, 3, 4, 5], [6, 7, 8, 9]), 80)
+        pull = metadata_of(half).reqs_to_recv["P0#0"]["d1"]
+        assert pull.local_block_ids == [[1, 2, 3, 4, 5], [7, 8, 9]]
+
+    def test_a_full_hit_only_releases(self) -> None:
+        half = scheduler("kv_consumer")
+        half.update_state_after_alloc(decode_leg(), Blocks([4, 5, 6]), 0)
+        assert metadata_of(half).reqs_to_recv["P0#0"]["d1"].local_block_ids == []
+
+    def test_so_does_an_abort_while_queued(self) -> None:
+        half = scheduler("kv_consumer")
+        assert half.request_finished(decode_leg(ABORTED), ([],)) is False
+        assert metadata_of(half).reqs_to_recv["P0#0"]["d1"].local_block_ids == []
+
+    def test_a_normal_finish_says_nothing(self) -> None:
+        half, leg = scheduler("kv_consumer"), decode_leg(LENGTH)
+        half.update_state_after_alloc(leg, Blocks([4]), 16)
+        half.build_connector_meta()
+        assert half.request_finished(leg, ([4],)) is False
+        assert half.build_connector_meta() is None
+
+    @pytest.mark.parametrize("missing", PULL_PARAMETERS)
+    def test_f14_missing_parameters_park_the_request(self, missing: str) -> None:
+        half, leg = scheduler("kv_consumer"), decode_leg()
+        del cast(dict[str, Any], leg.kv_transfer_params)[missing]
+        assert half.get_num_new_matched_tokens(leg, 0) == (40, True)
+        half.update_state_after_alloc(leg, Blocks([4, 5, 6]), 40)
+        assert half.build_connector_meta() is None
+        assert half.num_invalid_params == 1
+
+    @pytest.mark.parametrize("missing", PULL_PARAMETERS)
+    def test_ideally_it_is_prefilled_here(self, missing: str) -> None:
+        half, leg = scheduler("kv_consumer", mooncake_missing_params="prefill"), decode_leg(ABORTED)
+        del cast(dict[str, Any], leg.kv_transfer_params)[missing]
+        assert half.get_num_new_matched_tokens(leg, 0) == (0, False)
+        assert half.request_finished(leg, ([],)) is False
+        half.update_state_after_alloc(leg, Blocks([4, 5, 6]), 0)
+        assert half.build_connector_meta() is None
+
+
+class TestProducer:
+    def test_announced_then_ready(self) -> None:
+        half, leg = scheduler("kv_producer"), prefill_leg()
+        assert half.get_num_new_matched_tokens(leg, 0) == (0, False)
+        half.update_state_after_alloc(leg, Blocks([1, 2, 3]), 0)
+        assert metadata_of(half).reqs_to_send == {"p1": ("X1", [])}
+        leg.status = LENGTH
+        assert half.request_finished(leg, ([1, 2, 3],)) is True
+        assert metadata_of(half).reqs_to_send == {"p1": ("X1", [[1, 2, 3]])}
+
+    @pytest.mark.parametrize("status", [ABORTED, RequestStatus.FINISHED_ERROR, STOPPED])
+    def test_any_other_end_drops_it(self, status: RequestStatus) -> None:
+        half = scheduler("kv_producer")
+        assert half.request_finished(prefill_leg(status), ([1, 2, 3],)) is False
+        assert list(metadata_of(half).reqs_not_processed) == ["X1"]
+
+    def test_ideally_a_stop_token_is_an_end_like_any_other(self) -> None:
+        half = scheduler("kv_producer", mooncake_stop_token="send")
+        assert half.request_finished(prefill_leg(STOPPED), ([1],)) is True
+
+    def test_null_blocks_of_a_window_are_kept(self) -> None:
+        half = scheduler("kv_producer", FULL_GROUP, WINDOW_GROUP)
+        half.request_finished(prefill_leg(LENGTH), ([1, 2, 3, 4], [0, 0, 5, 6]))
+        assert metadata_of(half).reqs_to_send["p1"][1] == [[1, 2, 3, 4], [0, 5, 6]]
+
+    def test_nothing_is_kept_without_blocks_or_transfer_id(self) -> None:
+        half = scheduler("kv_producer")
+        assert half.request_finished(prefill_leg(LENGTH), ([],)) is False
+        nameless = prefill_leg(LENGTH, transfer_id=None)
+        half.update_state_after_alloc(nameless, Blocks([1]), 0)
+        assert half.request_finished(nameless, ([1],)) is False
+        assert half.build_connector_meta() is None
+        assert half.num_invalid_params == 1
+
+
+class TestRoles:
+    def test_a_misrouted_request_kills_the_engine(self) -> None:
+        producer, consumer = scheduler("kv_producer"), scheduler("kv_consumer")
+        for call in (
+            lambda: producer.get_num_new_matched_tokens(decode_leg(), 0),
+            lambda: producer.update_state_after_alloc(decode_leg(), Blocks([1]), 0),
+            lambda: producer.request_finished(decode_leg(ABORTED), ([],)),
+            lambda: consumer.update_state_after_alloc(prefill_leg(), Blocks([1]), 0),
+            lambda: consumer.request_finished(prefill_leg(ABORTED), ([],)),
+        ):
+            with pytest.raises(EngineFatal) as death:
+                call()
+            assert (death.value.exception, death.value.message) == ("AssertionError", "")
+
+    def test_without_a_transfer_id_a_misrouted_abort_is_harmless(self) -> None:
+        assert scheduler("kv_producer").request_finished(decode_leg(ABORTED, transfer_id=None), ([],)) is False
+
+    def test_kv_both_pulls_what_could_go_either_way_and_never_announces_it(self) -> None:
+        half, leg = scheduler("kv_both"), decode_leg(LENGTH, do_remote_decode=True)
+        half.update_state_after_alloc(leg, Blocks([4]), 16)
+        assert metadata_of(half).reqs_to_send == {}
+        assert half.request_finished(leg, ([4],)) is True
+
+    @pytest.mark.parametrize(("role", "delivers"), [("kv_producer", True), ("kv_consumer", False), ("kv_both", True)])
+    def test_producers_must_deliver(self, role: str, delivers: bool) -> None:
+        half: SchedulerConnector = MooncakeScheduler(role, (FULL_GROUP,), profile("ideal"))
+        assert half.requires_kv_delivery is delivers
+        assert half.lookup_is_pure
