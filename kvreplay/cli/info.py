@@ -73,7 +73,8 @@ def _source(document: Mapping[str, Any]) -> str:
     options = source.get("options") or {}
     shown = [f"{name}={_short(value)}" for name, value in options.items() if value not in (None, [], {})]
     parts = [str(source.get("tool", "unknown")), *shown]
-    parts += [f"input {digest}" for digest in source.get("inputs") or []]
+    inputs = source.get("inputs") or []
+    parts += [f"input {inputs[key]}" if isinstance(inputs, Mapping) else f"input {key}" for key in inputs]
     return f"{', '.join(parts)} (kvreplay {document['kvreplay_version']}, schema {document['schema_version']})"
 
 
