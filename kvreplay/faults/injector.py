@@ -173,6 +173,9 @@ class Injector:
         for window in windows:
             self._register(window.patterns, partial(_observe_with, window.observe, self._serving))
         self._register(waits, self._release_matching)
+        for fault in self._messages:
+            for kind in fault.fault.row.catches:
+                self._observers[kind].append(fault.catch)
         for action in self._actions:
             if isinstance(action.moment, EventPattern):
                 self._register([action.moment], partial(_observe_with, action.observe, self._serving))

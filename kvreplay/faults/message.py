@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from kvreplay.events import EventSink
+from kvreplay.events import Event, EventSink
 from kvreplay.faults.choice import Choice, Window
 from kvreplay.faults.patterns import EventPattern, matcher
 from kvreplay.faults.record import Record
@@ -50,6 +50,7 @@ class MessageFault:
         self._choice = Choice(fault, seed)
         self._states: dict[str, int] = {}
         self._draws: dict[str, int] = {}
+        self._struck: dict[tuple[str | None, str | None], str] = {}
         self._tests = _tests_of(fault)
         self._settings: Mapping[str, Any] = {
             "request": fault.request,
@@ -98,15 +99,31 @@ class MessageFault:
             for result in self._verb.deliveries(row, envelope, settings, draw)
         ]
 
+    def catch(self, event: Event) -> None:
+        """Name the event's request too, if it has gone down with a conversation that this fault has hit."""
+        key = self._struck.get((event.instance, event.peer))
+        if key is None or event.request_id is None or not self.fault.row.catches[event.kind](event):
+            return
+        self.record.fire(
+            key,
+            event.time_ns,
+            [event.request_id],
+            instance=event.instance,
+            peer=event.peer,
+            transfer_ids=[event.transfer_id] if event.transfer_id else [],
+        )
+
     def _report(self, envelope: Envelope, victims: tuple[str, ...], key: str, now_ns: int) -> int:
-        instance, peer = ends_of(envelope)
+        instance, peer = map(owner_of, ends_of(envelope))
+        if self.fault.row.catches:
+            self._struck[instance, peer] = key
         transfer_of = dict(zip(envelope.request_ids, envelope.transfer_ids, strict=False))
         return self.record.fire(
             key,
             now_ns,
             victims,
-            instance=owner_of(instance),
-            peer=owner_of(peer),
+            instance=instance,
+            peer=peer,
             transfer_ids=[transfer_of[victim] for victim in victims if victim in transfer_of],
         )
 

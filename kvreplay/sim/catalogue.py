@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from kvreplay.events import Event
 from kvreplay.sim.envelope import Delivery, Envelope
 
 Settings = Mapping[str, Any]
@@ -22,6 +23,9 @@ Selects = Callable[[Envelope, Settings], bool]
 
 Rewrite = Callable[[Mapping[str, Any], Settings], dict[str, Any]]
 """(a request's `kv_transfer_params`, settings) → those that arrive."""
+
+Catches = Mapping[str, Callable[[Event], bool]]
+"""Kind of event → whether it shows that its request shared the fate of a conversation that does not name it."""
 
 DURATION: Final = "duration"
 EVENT: Final = "event"
@@ -72,6 +76,8 @@ class FaultRow:
     """What the set-up verb `arrival` does."""
     opened_by: str = ""
     """Kind of the message that opens such a conversation and names all of its requests: it is remembered."""
+    catches: Catches = field(default_factory=dict)
+    """Once the fault has fired: later events, of the same instance and peer, whose requests it names too."""
     whole_conversation: bool = False
     short_name: bool = False
     needs: str = ""

@@ -98,6 +98,21 @@ def test_a_fault_of_the_whole_pull_names_exactly_the_requests_that_fail(spec: st
     assert failed == injector.statistics()[0].requests == ["d1", "d2", "d3"]
 
 
+def test_a_batch_that_waits_for_anothers_bootstrap_answer_is_named_too() -> None:
+    pair = Pair()
+    injector = Injector(make_plan(["bootstrap-failure:how=hang"]), 0, pair.sink, pair.loop, pair.bus)
+    injector.arm(TOPOLOGY)
+    pair.pull(request_for("d1"))
+    pair.run(10.0)
+    pair.pull(request_for("d2"))
+    pair.run()
+    for event in pair.events("pull.settled"):
+        injector.observe(event)
+    assert [request_id for request_id, _ in outcome(pair)] == ["d1", "d2"]
+    assert injector.statistics()[0] == ("bootstrap-failure:how=hang", 1, ["d1", "d2"])
+    assert [event.transfer_id for event in pair.events("fault.injected")] == ["X1", "X2"]
+
+
 @pytest.mark.parametrize("spec", ["partial-error", "mooncake.resp-omit", "partial-error:request=d2"])
 def test_a_fault_of_one_request_names_exactly_that_one(spec: str) -> None:
     pair, injector = played(spec, num_requests=4)

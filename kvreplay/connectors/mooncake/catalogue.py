@@ -25,6 +25,7 @@ from kvreplay.connectors.mooncake.structs import (
     WriteSegment,
     decode_response,
 )
+from kvreplay.events import Event
 from kvreplay.ids import NS_PER_MS, NS_PER_S
 from kvreplay.sim.catalogue import DURATION, SHARE, FaultRow, Setting, Settings
 from kvreplay.sim.envelope import (
@@ -225,6 +226,14 @@ def _hide_engine(envelope: Envelope, settings: Settings, draw: int) -> list[Deli
     return _answer_query("missing-engine", envelope)
 
 
+def _found_no_engine(event: Event) -> bool:
+    """A batch that had waited for another batch's query."""
+    return event.status == "failed" and "not found from bootstrap server" in (event.cause or "")
+
+
+_UNANSWERED: Final = {"pull.settled": _found_no_engine}
+
+
 # -- engine writes ---------------------------------------------------------------------------------------
 
 
@@ -352,6 +361,7 @@ _SHORT_NAMES: Final = (
         models="the consumer cannot find the producer's ranks (GET /query of the bootstrap server)",
         verb="replace",
         target=BOOTSTRAP_QUERY,
+        catches=_UNANSWERED,
         survives=f"{_FAILS_OR_RECOMPUTES}; the next batch asks again",
         settings={
             "how": Setting(default="refused", choices=("hang", *_ANSWERS), doc="what the consumer gets on each attempt")
@@ -391,6 +401,7 @@ _BOOTSTRAP: Final = (
         models="nobody listens at the bootstrap address: three tries, 0.1 s apart",
         verb="replace",
         target=BOOTSTRAP_QUERY,
+        catches=_UNANSWERED,
         survives=f"{_FAILS_OR_RECOMPUTES} unless a try succeeds; the next batch asks again",
         settings={"times": Setting(default=3, unit="attempts", minimum=1, doc="how many tries are refused")},
         transform=_refuse_query,
@@ -403,6 +414,7 @@ _BOOTSTRAP: Final = (
         models="the bootstrap server takes the query and never answers: three tries of 30 s",
         verb="drop",
         target=BOOTSTRAP_QUERY,
+        catches=_UNANSWERED,
         survives=f"{_FAILS_OR_RECOMPUTES}; the next batch asks again",
         settings={"times": Setting(default=3, unit="attempts", minimum=1, doc="how many tries hang")},
         selects=_is_early_attempt,
@@ -424,6 +436,7 @@ _BOOTSTRAP: Final = (
         models="the bootstrap server answers with an error status: not tried again",
         verb="replace",
         target=BOOTSTRAP_QUERY,
+        catches=_UNANSWERED,
         survives=f"{_FAILS_OR_RECOMPUTES}; the next batch asks again",
         settings={"status": Setting(default="500", choices=("404", "500"), doc="HTTP status")},
         transform=_fail_query_with_status,
@@ -435,6 +448,7 @@ _BOOTSTRAP: Final = (
         models="the bootstrap answer is no JSON: not tried again",
         verb="replace",
         target=BOOTSTRAP_QUERY,
+        catches=_UNANSWERED,
         survives=f"{_FAILS_OR_RECOMPUTES}; the next batch asks again",
         transform=_garble_answer,
         whole_conversation=True,
@@ -445,6 +459,7 @@ _BOOTSTRAP: Final = (
         models="the bootstrap answer lacks the engine id: the producer has restarted",
         verb="replace",
         target=BOOTSTRAP_QUERY,
+        catches=_UNANSWERED,
         survives=f"{_FAILS_OR_RECOMPUTES}; the next batch asks again",
         transform=_hide_engine,
         whole_conversation=True,
