@@ -115,6 +115,8 @@ class Scheduler:
         )
         self._scan_settled = False
         """The last scan of the queues admitted nobody, and nothing has changed since that could let it."""
+        self._scan_stopped = False
+        """It ended at a request that did not fit, rather than having skipped everyone."""
         self._may_settle = (connector is None or connector.lookup_is_pure) and config.prefill_schedule_interval == 1
         self._explicit: dict[str, Request] = {}
         """Running requests that are not in lockstep, in order of admission."""
@@ -328,13 +330,15 @@ class Scheduler:
         skipped_holding: list[Request] = []
         prefill_admitted = False
         settled = self._may_settle and not defer_prefills
+        self._scan_stopped = False
         while budget > 0 and len(self.running) < self.max_num_active:
-            queue = self.kv_holding_waiting if self.kv_holding_waiting else self.waiting
+            queue = self.kv_holding_waiting or self.waiting
             if not queue:
                 break
             request = queue.peek()
             share = self._admit(request, budget, threshold, out, defer_prefills=defer_prefills)
             if share is _Head.STOP:
+                self._scan_stopped = True
                 break
             queue.pop()
             if share is _Head.SKIP:
@@ -783,8 +787,8 @@ class Scheduler:
         """Whether another scan of the queues would admit nobody and change nothing."""
         if not self.num_waiting or len(self.running) >= self.max_num_active:
             return True
-        # A block that fills while coasting could be what a queued request was waiting to hit.
-        return self._scan_settled and not self._output_is_shared
+        # A block that fills while coasting could be what the request that does not fit was waiting to hit.
+        return self._scan_settled and not (self._scan_stopped and self._output_is_shared)
 
     def steps_until_shortage(self, step: int) -> int:
         """How many steps from `step` on lockstep can take without running out of free blocks."""

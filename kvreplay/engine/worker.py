@@ -115,7 +115,7 @@ class WorkerModel:
         return min(manager.skipped_tokens(num_computed_tokens) for manager in self.scheduler.kv.managers)
 
     def _verify(self, request: Request, start: int, end: int, *, is_hit: bool) -> None:
-        if is_hit and self._hits_output(request, start, end):
+        if self._hits_output(request, start, end):
             self._flush_members()
         for group, table in enumerate(self.scheduler.kv.block_arrays(request.request_id)):
             first = max(start, self.scheduler.kv.managers[group].skipped_tokens(end))

@@ -51,9 +51,10 @@ class KVBuffers:
             words = words + np.uint64(taint * _TAINT_STEP & _MASK | 1)
         size = self.block_size
         first, last = start // size, -(-end // size)
-        if self.provenance or self.derived or self.reported:
-            self._forget_history(table[first:last])
         head, tail = start % size, end % size
+        if self.provenance or self.derived or self.reported:
+            # A block that is only written on keeps what is wrong before that.
+            self._forget_history(table[first + 1 if head else first : last])
         if head or tail:
             if last - first == 1:
                 self.words[table[first], head : head + len(words)] = words

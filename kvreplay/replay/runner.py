@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,8 +19,9 @@ from kvreplay.replay.cluster import Cluster, RunSettings, path_timers_ns
 from kvreplay.replay.config_load import LoadedConfig
 from kvreplay.replay.presets import packaged_folder, packaged_names
 from kvreplay.replay.sampler import expected_output_hash
+from kvreplay.trace.digest import file_digest
 from kvreplay.trace.reader import Trace, read_trace
-from kvreplay.trace.schema import TraceMetadata
+from kvreplay.trace.schema import TraceMetadata, canonical_json
 from kvreplay.trace.workload import Workload, read_workload
 from kvreplay.trace.writer import MemoryTrace, TraceWriter
 from kvreplay.verdict.model import DEFAULT_FAIL_ON, InEffect, Summary
@@ -80,16 +80,17 @@ def run_trace(options: RunOptions, trace: Trace, progress: Progress | None = Non
     workload = read_workload(trace, options.limit)
     if not workload.arrivals:
         raise TraceError(f"{options.trace}: no request is left to replay")
-    result = _run_once(options, trace, workload, progress)
+    twin: Summary | None = None
     if options.baseline and options.plan:
-        twin = _run_once(
-            replace(options, plan=_NO_FAULTS, injected=(), plan_file=None, output=None), trace, workload, progress
-        )
-        result.summary = result.summary.with_baseline(twin.summary)
-    return result
+        # First, since the output's summary holds the comparison.
+        faultless = replace(options, plan=_NO_FAULTS, injected=(), plan_file=None, output=None)
+        twin = _run_once(faultless, workload, progress)
+    return RunResult(_run_once(options, workload, progress, twin), list(trace.warnings))
 
 
-def _run_once(options: RunOptions, trace: Trace, workload: Workload, progress: Progress | None) -> RunResult:
+def _run_once(
+    options: RunOptions, workload: Workload, progress: Progress | None, twin: Summary | None = None
+) -> Summary:
     metadata = _metadata(options)
     with _sink(options, metadata) as sink, _progress(progress, workload) as advance:
         cluster = Cluster(_settings(options), workload, sink)
@@ -101,6 +102,8 @@ def _run_once(options: RunOptions, trace: Trace, workload: Workload, progress: P
         cluster.run(watch)
         advance(len(workload.arrivals), cluster.loop.now_ns)
         summary = _summarise(options, cluster, workload, sink)
+        if twin is not None:
+            summary = summary.with_baseline(twin)
         sink.emit(
             Event(
                 "run.summary",
@@ -109,7 +112,7 @@ def _run_once(options: RunOptions, trace: Trace, workload: Workload, progress: P
                 cause=summary.to_json(),
             )
         )
-    return RunResult(summary, list(trace.warnings))
+    return summary
 
 
 def _sink(options: RunOptions, metadata: TraceMetadata) -> AbstractContextManager[MemoryTrace]:
@@ -146,21 +149,13 @@ def _metadata(options: RunOptions) -> TraceMetadata:
                 "limit": options.limit,
                 "behaviours": list(options.behaviours),
             },
-            "inputs": {"trace": file_hash(options.trace)},
+            "inputs": [file_digest(options.trace)],
         },
         config=loaded.config.to_document(),
         seed=options.seed,
         faults=[fault.spec for fault in options.plan],
         profile=loaded.behaviour.profile,
     )
-
-
-def file_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = blake2b(digest_size=16)
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _summarise(options: RunOptions, cluster: Cluster, workload: Workload, sink: MemoryTrace) -> Summary:
@@ -229,6 +224,4 @@ def trace_config(trace: Trace) -> str | None:
     config: Any = trace.metadata.config
     if config is None:
         return None
-    from kvreplay.trace.schema import canonical_json
-
     return canonical_json(config)

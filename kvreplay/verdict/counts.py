@@ -123,7 +123,7 @@ def instances(usage: pl.DataFrame, roles: Mapping[str, str], virtual_ns: int, la
             peak_running=highest.get((name, "running"), 0),
             peak_queued=highest.get((name, "queued"), 0),
             peak_deferred=highest.get((name, "deferred"), 0),
-            overloaded=_overload(arriving.filter(pl.col("instance") == name)),
+            overloaded=_overload(arriving.filter(pl.col("instance") == name), roles.get(name, "")),
         )
         for name in names
     ]
@@ -134,13 +134,13 @@ def _pivot(usage: pl.DataFrame, value: pl.Expr) -> dict[tuple[str, str], int]:
     return {(instance, status): result for instance, status, result in rows if result is not None}
 
 
-def _overload(arriving: pl.DataFrame) -> str | None:
+def _overload(arriving: pl.DataFrame, role: str) -> str | None:
     """The rule is stated at `Instance.overloaded`."""
     if arriving.is_empty():
         return None
     span_ns = _last_ns(arriving["time_ns"])
     busy = arriving.filter(pl.col("status") == "busy_ns")["grown"].sum() / max(span_ns, 1)
-    if busy > OVERLOADED_UTILISATION:
+    if role == "prefill" and busy > OVERLOADED_UTILISATION:
         return f"computed {min(busy, 1.0):.0%} of the time"
     late = arriving.filter(pl.col("status") == "queued", pl.col("time_ns") * 2 >= span_ns)["value"]
     if len(late) >= MIN_QUEUED_SAMPLES and int(late.min()) > 0:  # type: ignore[arg-type]

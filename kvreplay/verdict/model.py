@@ -169,8 +169,9 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     peak_queued: int = 0
     peak_deferred: int = 0
     overloaded: str | None = None
-    """Why it counts as overloaded, or None. Judged over the time in which requests arrive: it computed for
-    more than 95 % of it, or had requests queued at every sample of its second half (of three or more)."""
+    """Why it counts as overloaded, or None. Judged over the time in which requests arrive: it had requests queued
+    at every sample of its second half (of three or more), or, if it only prefills, computed for more than 95 % of it.
+    One that decodes computes whenever anybody is there, which says nothing."""
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):

@@ -263,10 +263,15 @@ def test_an_instance_is_overloaded_by_the_stated_rule(
     samples = [
         event
         for place, (busy, queue) in enumerate(zip(busy_s, waiting, strict=True), 1)
-        for event in usage("D0", place * 10, busy_ns=ns(busy), waiting=queue + 3, deferred=3)
+        for event in usage("P0", place * 10, busy_ns=ns(busy), waiting=queue + 3, deferred=3)
     ]
-    idle = usage("D0", 400, busy_ns=ns(busy_s[-1]), waiting=0)
-    assert sum_up(arrived("r1"), *samples, arrived("r2", 40), *idle).instances[1].overloaded == overloaded
+    idle = usage("P0", 400, busy_ns=ns(busy_s[-1]), waiting=0)
+    assert sum_up(arrived("r1"), *samples, arrived("r2", 40), *idle).instances[0].overloaded == overloaded
+
+
+def test_a_decode_instance_is_not_overloaded_for_computing_all_the_time(sum_up: SumUp) -> None:
+    samples = [event for place in (1, 2, 3, 4) for event in usage("D0", place * 10, busy_ns=ns(place * 10), waiting=0)]
+    assert sum_up(arrived("r1"), *samples, arrived("r2", 40)).instances[1].overloaded is None
 
 
 def test_series_add_up_the_instances_of_a_role(sum_up: SumUp) -> None:
