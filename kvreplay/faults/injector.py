@@ -3,16 +3,18 @@
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvreplay.events import Event, EventSink
 from kvreplay.faults.action import ActionFault, targets_of
+from kvreplay.faults.holding import Holding
 from kvreplay.faults.message import MessageFault
-from kvreplay.faults.patterns import EventPattern, parse_event_pattern
+from kvreplay.faults.patterns import EventPattern
 from kvreplay.faults.plan import FaultPlan
 from kvreplay.faults.record import FaultStatistics, Record
 from kvreplay.faults.registry import VERBS
 from kvreplay.faults.setup import ArrivalFault
+from kvreplay.faults.spec import Fault
 from kvreplay.faults.topology import TopologyInfo
 from kvreplay.faults.verb import ActionVerb, MessageVerb
 from kvreplay.sim.bus import Bus
@@ -38,12 +40,6 @@ class ObservingSink:
         return handle
 
 
-class _Held(NamedTuple):
-    pattern: EventPattern
-    request_ids: tuple[str, ...]
-    release: Callable[[], None]
-
-
 class Injector:
     """Carries out a plan. An `Interceptor` of the bus; `observe` wants every event of `observed_kinds`.
 
@@ -54,39 +50,42 @@ class Injector:
         self.kinds: frozenset[str] = frozenset()
         self._loop, self._bus = loop, bus
         self._serving: dict[str, str] = {}
-        self._held: list[_Held] = []
         self._down: dict[str, None] = {}
+        self._observers: dict[str, list[Observer]] = defaultdict(list)
+        watched_sink = ObservingSink(sink, self._observers, self.observe)
+
         self._messages: list[MessageFault] = []
         self._actions: list[ActionFault] = []
         self._arrivals: list[ArrivalFault] = []
         self._config_records: list[Record] = []
-        self._records: list[Record] = []
-        self._observers: dict[str, list[Observer]] = defaultdict(list)
-        own_sink = ObservingSink(sink, self._observers, self.observe)
-        for fault in plan:
-            verb = VERBS[fault.row.verb]
-            if isinstance(verb, MessageVerb):
-                self._messages.append(message := MessageFault(fault, verb, seed, own_sink))
-                self._records.append(message.record)
-            elif isinstance(verb, ActionVerb):
-                self._actions.append(action := ActionFault(fault, verb, seed, own_sink, loop))
-                self._records.append(action.record)
-            elif verb.name == "arrival":
-                self._arrivals.append(arrival := ArrivalFault(fault, seed, own_sink))
-                self._records.append(arrival.record)
-            else:
-                self._config_records.append(record := Record(fault, own_sink))
-                self._records.append(record)
+        self._records = [self._take_on(fault, seed, watched_sink) for fault in plan]
+
         self._by_kind = {
             kind: [fault for fault in self._messages if fault.kind == kind]
             for kind in dict.fromkeys(fault.kind for fault in self._messages)
         }
-        self._opening_kinds = frozenset(
-            fault.fault.row.opened_by for fault in self._messages if fault.fault.row.opened_by
-        )
+        openers = (message.fault.row.opened_by for message in self._messages)
+        self._opening_kinds = frozenset(kind for kind in openers if kind)
         self._requests_of: dict[str, tuple[str, ...]] = {}
+        self._holdings = {
+            pattern.text: Holding(pattern) for message in self._messages if (pattern := message.waits_for)
+        }
         self._watch()
-        self.sink: EventSink = own_sink if self._observers else sink
+        self.sink: EventSink = watched_sink if self._observers else sink
+
+    def _take_on(self, fault: Fault, seed: int, sink: EventSink) -> Record:
+        verb = VERBS[fault.row.verb]
+        if isinstance(verb, MessageVerb):
+            self._messages.append(message := MessageFault(fault, verb, seed, sink))
+            return message.record
+        if isinstance(verb, ActionVerb):
+            self._actions.append(action := ActionFault(fault, verb, seed, sink, self._loop))
+            return action.record
+        if fault.row.rewrite is not None:
+            self._arrivals.append(arrival := ArrivalFault(fault, seed, sink))
+            return arrival.record
+        self._config_records.append(record := Record(fault, sink))
+        return record
 
     def arm(self, topology: TopologyInfo) -> None:
         """Start: intercept messages, schedule what is due at a time. The plan must be possible in `topology`."""
@@ -139,8 +138,7 @@ class Injector:
         return fault.apply(delivery, now_ns, self._requests_of.get(delivery.envelope.conversation, ()))
 
     def hold(self, delivery: Delivery, release: Callable[[], None]) -> None:
-        pattern = parse_event_pattern(delivery.waits_for)
-        self._held.append(_Held(pattern, delivery.envelope.request_ids, release))
+        self._holdings[delivery.waits_for].add(delivery.envelope.request_ids, release)
 
     def rewrite_params(self, params: Mapping[str, Any], request_id: str, instance: str) -> Mapping[str, Any]:
         """A request's `kv_transfer_params` as they arrive at `instance`."""
@@ -162,23 +160,26 @@ class Injector:
 
     def _watch(self) -> None:
         """Register who wants which kinds; where requests are served comes first, as the others ask for it."""
-        windows = [fault.window for fault in self._messages]
-        windows += [fault.window for fault in self._actions]
-        windows += [fault.window for fault in self._arrivals]
-        waits = [fault.waits_for for fault in self._messages if fault.waits_for is not None]
-        triggers = [action.moment for action in self._actions if isinstance(action.moment, EventPattern)]
-        patterns = [pattern for window in windows for pattern in window.patterns] + waits + triggers
+        windows = [message.window for message in self._messages]
+        windows += [action.window for action in self._actions]
+        windows += [arrival.window for arrival in self._arrivals]
+        actions = [(action, action.moment) for action in self._actions]
+        patterns = [pattern for window in windows for pattern in window.patterns]
+        patterns += [holding.pattern for holding in self._holdings.values()]
+        patterns += [moment for _, moment in actions if isinstance(moment, EventPattern)]
         if any(pattern.needs_routes for pattern in patterns):
             self._observers["request.routed"].append(self._note_route)
+
         for window in windows:
             self._register(window.patterns, partial(_observe_with, window.observe, self._serving))
-        self._register(waits, self._release_matching)
-        for fault in self._messages:
-            for kind in fault.fault.row.catches:
-                self._observers[kind].append(fault.catch)
-        for action in self._actions:
-            if isinstance(action.moment, EventPattern):
-                self._register([action.moment], partial(_observe_with, action.observe, self._serving))
+        for holding in self._holdings.values():
+            self._register([holding.pattern], partial(self._release_matching, holding))
+        for message in self._messages:
+            for kind in message.fault.row.catches:
+                self._observers[kind].append(message.catch)
+        for action, moment in actions:
+            if isinstance(moment, EventPattern):
+                self._register([moment], partial(_observe_with, action.observe, self._serving))
 
     def _register(self, patterns: Iterable[EventPattern], observer: Observer) -> None:
         for kind in dict.fromkeys(kind for pattern in patterns for kind in sorted(pattern.kinds)):
@@ -188,21 +189,10 @@ class Injector:
         if event.request_id is not None and event.instance is not None:
             self._serving[event.request_id] = event.instance
 
-    def _release_matching(self, event: Event) -> None:
-        kept: list[_Held] = []
-        for held in self._held:
-            if held.pattern.matches(event, serving=self._serving, own=held.request_ids):
-                self._release_at(event.time_ns, held)
-            else:
-                kept.append(held)
-        self._held = kept
-
-    def _release_at(self, time_ns: int, held: _Held) -> None:
-        """An instance may report ahead of the clock what it will do; then the delivery waits for that too."""
-        if time_ns > self._loop.now_ns:
-            self._loop.call_at(time_ns, held.release)
-        else:
-            held.release()
+    def _release_matching(self, holding: Holding, event: Event) -> None:
+        for release in holding.take(event, self._serving):
+            # An instance may report ahead of the clock what it will do; the delivery waits for that too.
+            self._loop.call_at(max(event.time_ns, self._loop.now_ns), release)
 
     # -- actions -----------------------------------------------------------------------------------------
 
@@ -224,9 +214,9 @@ class Injector:
         self._observers.clear()
         for action in self._actions:
             action.disarm()
-        held, self._held = self._held, []
-        for waiting in held:
-            waiting.release()
+        for holding in self._holdings.values():
+            for release in holding.take_all():
+                release()
         for instance in list(self._down):
             self._bus.command(instance, Command("restart", {"identity": "new"}))
         self._down.clear()
@@ -235,7 +225,7 @@ class Injector:
     @property
     def num_held(self) -> int:
         """Deliveries that wait for an event."""
-        return len(self._held)
+        return sum(map(len, self._holdings.values()))
 
     def statistics(self) -> list[FaultStatistics]:
         """One per fault, in the plan's order."""
