@@ -416,6 +416,13 @@ class TestFailures:
         pair.run()
         assert pair.reports_of("D0") == [(480.0, ["d1"], failed, invalid)]
 
+    def test_before_0_33_several_groups_report_blocks(self) -> None:
+        """Which a scheduler that takes only requests from such a model does not survive."""
+        pair = Pair(behaviour(mooncake_failure="report"), num_groups=2)
+        pair.pull(request_for("d1", blocks=[[4], [5]]))
+        pair.run()
+        assert pair.reports_of("D0") == [(480.0, ["d1"], [], [4, 5])]
+
     def test_a_null_transfer_id_is_refused_by_the_producer(self) -> None:
         pair = Pair()
         request = request_for("d1")
@@ -557,6 +564,29 @@ class TestBootstrap:
         pair.pull()
         pair.run()
         assert pair.settled() == [("d1", "failed", "transfer failed: Invalid zmq path: nonsense")]
+
+
+class TestBothRoles:
+    def test_an_instance_produces_and_consumes(self) -> None:
+        pair = Pair()
+        pair.p.shutdown()
+        pair.d.shutdown()
+        pair.p = pair.start("P0", "kv_both", pair.p_memory, incarnation=1)
+        pair.d = pair.start("D0", "kv_both", pair.d_memory, incarnation=1)
+        pair.finish()
+        pair.pull(request_for("d1", engine_id="P0#1"))
+        pair.run()
+        pair.p, pair.d = pair.d, pair.p
+        pair.finish([6], p_req_id="p2", transfer_id="X2")
+        pair.pull(request_for("d2", blocks=[[9]], engine_id="D0#1", bootstrap="http://D0:8998"))
+        pair.run()
+        assert [(report[0], report[2]) for report in pair.reports] == [
+            ("P0", ["p1"]),
+            ("D0", ["d1"]),
+            ("D0", ["p2"]),
+            ("P0", ["d2"]),
+        ]
+        assert pair.p_memory.block(9) == pair.p_memory.block(3), "there and back again"
 
 
 class TestRestart:
