@@ -25,7 +25,7 @@ class Lockstep:
         """Members by the step, modulo block size, in which they start with a multiple of it and need a new block."""
         self._finishing: list[tuple[int, int, Request]] = []
         self._context = 0
-        """Sum over members of (num_computed_tokens − lockstep_since): context at step s is this + s × members."""
+        """Sum over members of (num_computed_tokens - lockstep_since): context at step s is this + s * members."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -96,10 +96,12 @@ class Lockstep:
 
     def finishing_in(self, step: int) -> list[Request]:
         """Members that sample their last token in `step`, in running order."""
-        found = []
+        found: dict[str, Request] = {}
         while self.next_finish() == step:
-            found.append(heappop(self._finishing)[2])
-        return found
+            # One that left and came back has an entry for each time, with the same step.
+            request = heappop(self._finishing)[2]
+            found[request.request_id] = request
+        return list(found.values())
 
     def _is_current(self, entry: tuple[int, int, Request]) -> bool:
         step, _, request = entry

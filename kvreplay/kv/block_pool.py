@@ -9,6 +9,7 @@ A key is a dense id for (prefix, group). Several blocks may hold one key; the fi
 the one that a lookup returns.
 """
 
+import mmap
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -45,8 +46,7 @@ class BlockPool:
         self._has_twin = np.zeros(num_blocks, np.bool_)
         self._twins: dict[int, list[int]] = {}
         """Keys that several blocks hold → those blocks, in order of insertion."""
-        # Zero pages cost nothing until they are touched, so one slot per key of the whole workload is cheap.
-        self._first = np.zeros(max(num_keys, 1), np.int32)
+        self._first = _zeros(max(num_keys, 1))
         """Key → the block a lookup returns, 0 for none."""
 
         self._queue = np.zeros(_LOG_FACTOR * num_blocks, np.int32)
@@ -304,7 +304,14 @@ class BlockPool:
 
     def _reach(self, key: int) -> None:
         if key >= len(self._first):
-            grown = np.zeros(max(key + 1, 2 * len(self._first)), np.int32)
+            grown = _zeros(max(key + 1, 2 * len(self._first)))
             grown[: len(self._first)] = self._first
             self._first = grown
             self._first_view = grown.data
+
+
+def _zeros(count: int) -> BlockIds:
+    """Zeros in small pages of the operating system, which cost nothing until they are touched: a slot per key of the
+    whole workload is cheap. (numpy asks for huge pages, of which a few keys touch nearly all.)"""
+    zeros: BlockIds = np.frombuffer(mmap.mmap(-1, 4 * count), np.int32)
+    return zeros

@@ -73,6 +73,7 @@ class Deadlines:
         """Take back `deadline`; nothing happens if it is None, has passed or was cancelled before."""
         if deadline is not None and deadline.action is not None:
             deadline.action = None
+            deadline.argument = None  # it stays in the heap until its time comes, and must not keep things alive
             self._num_live -= 1
 
     @property
