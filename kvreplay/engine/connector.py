@@ -64,8 +64,11 @@ class SchedulerConnector(Protocol):
         """The step's metadata for the workers, or None if there is nothing to say. Exactly once per schedule()."""
         ...
 
-    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> bool:
-        """Before the request's blocks are freed. True: the connector frees them, by `finished_sending`."""
+    def request_finished(self, request: Request, blocks: RequestBlocks) -> bool:
+        """Before the request's blocks are freed; `blocks` are those that cover its computed tokens.
+
+        True: the connector frees them, by `finished_sending`.
+        """
         ...
 
     def update_connector_output(self, output: KVConnectorOutput) -> None: ...

@@ -21,6 +21,9 @@ class RequestQueue:
     def add(self, request: Request) -> None:
         self._queue.append(request)
 
+    def add_all(self, requests: list[Request]) -> None:
+        self._queue.extend(requests)
+
     def peek(self) -> Request:
         return self._queue[0]
 

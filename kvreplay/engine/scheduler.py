@@ -43,6 +43,14 @@ class _Head(Enum):
     STOP = "it stays, and the scan ends"
 
 
+class _Scan(Enum):
+    """What the last scan of the queues says about the next."""
+
+    UNKNOWN = "it may admit somebody"
+    EXHAUSTED = "it passed everyone, and all who are left wait for a report"
+    BLOCKED = "it ended at a request that does not fit; giving back or caching blocks may change that"
+
+
 class Scheduler:
     """One engine instance's scheduler. `schedule` and `update_from_output` alternate, first in, first out.
 
@@ -113,10 +121,9 @@ class Scheduler:
             and config.prefill_schedule_interval == 1
             and config.token_budget >= config.max_num_seqs
         )
-        self._scan_settled = False
-        """The last scan of the queues admitted nobody, and nothing has changed since that could let it."""
-        self._scan_stopped = False
-        """It ended at a request that did not fit, rather than having skipped everyone."""
+        self._scan = _Scan.UNKNOWN
+        self._ready_holding: dict[str, None] = {}
+        """Requests in `kv_holding_waiting` that are not parked: their load is over, and they did not fit yet."""
         self._may_settle = (connector is None or connector.lookup_is_pure) and config.prefill_schedule_interval == 1
         self._explicit: dict[str, Request] = {}
         """Running requests that are not in lockstep, in order of admission."""
@@ -147,7 +154,7 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         assert request.request_id not in self.requests, f"duplicate request id {request.request_id}"
         request.arrival_order = next(self._arrivals)
-        self._scan_settled = False
+        self._scan = _Scan.UNKNOWN
         self.waiting.add(request)
         self.requests[request.request_id] = request
         if self.connector is not None:
@@ -172,9 +179,9 @@ class Scheduler:
         threshold = self._long_prefill_threshold()
         budget = self._schedule_running(out, self.config.token_budget, threshold, defer_prefills=defer_prefills)
         prefill_admitted = False
-        if out.shares or out.preempted:
-            self._scan_settled = False
-        if not out.preempted and not self._scan_settled:
+        if out.shares:
+            self._blocks_changed()
+        if not out.preempted and self._scan is _Scan.UNKNOWN:
             prefill_admitted = self._schedule_waiting(out, budget, threshold, defer_prefills=defer_prefills)
             if not defer_prefills:
                 self._prefill_capacity_bound = self.num_waiting > len(self.deferred_waiting)
@@ -316,6 +323,7 @@ class Scheduler:
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.prepend(victim)
+        self._scan = _Scan.UNKNOWN
         self._preempted_since.append(victim.request_id)
 
     # -- waiting requests -------------------------------------------------------------------------------------
@@ -329,31 +337,43 @@ class Scheduler:
         skipped_waiting: list[Request] = []
         skipped_holding: list[Request] = []
         prefill_admitted = False
-        settled = self._may_settle and not defer_prefills
-        self._scan_stopped = False
+        self._scan = _Scan.UNKNOWN
+        may_settle = self._may_settle and not defer_prefills
+        # Parked requests without a report are passed over one by one, which changes nothing: leave them.
+        scans_holding = bool(self.finished_recving or self._ready_holding)
         while budget > 0 and len(self.running) < self.max_num_active:
-            queue = self.kv_holding_waiting or self.waiting
+            queue = self.kv_holding_waiting if scans_holding and self.kv_holding_waiting else self.waiting
             if not queue:
+                if may_settle:
+                    self._scan = _Scan.EXHAUSTED
                 break
             request = queue.peek()
             share = self._admit(request, budget, threshold, out, defer_prefills=defer_prefills)
             if share is _Head.STOP:
-                self._scan_stopped = True
+                if may_settle:
+                    self._scan = _Scan.BLOCKED
                 break
             queue.pop()
+            self._ready_holding.pop(request.request_id, None)
             if share is _Head.SKIP:
                 self.deferred_waiting[request.request_id] = request
-                holds = request.num_computed_tokens > 0 or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-                (skipped_holding if holds else skipped_waiting).append(request)
+                is_parked = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+                if is_parked or request.num_computed_tokens > 0:
+                    skipped_holding.append(request)
+                    if not is_parked:
+                        self._ready_holding[request.request_id] = None
+                else:
+                    skipped_waiting.append(request)
                 continue
             assert isinstance(share, Share)
-            settled = False
             prefill_admitted |= share.start < request.num_tokens - 1
             self._start_running(request, share, out)
             budget -= share.num_tokens
-        self.kv_holding_waiting.prepend_all(skipped_holding)
+        if scans_holding:
+            self.kv_holding_waiting.prepend_all(skipped_holding)
+        else:
+            self.kv_holding_waiting.add_all(skipped_holding)
         self.waiting.prepend_all(skipped_waiting)
-        self._scan_settled = settled and not out.made_progress and budget > 0
         return prefill_admitted
 
     def _admit(
@@ -377,6 +397,7 @@ class Scheduler:
                     external, is_async = 0, False
                 self.log.lookup(request, external, is_async=is_async)
                 if external is None:
+                    assert not self._may_settle, "a pure lookup has an answer"
                     return _Head.SKIP
                 num_external = external
             computed = num_local + num_external
@@ -474,6 +495,7 @@ class Scheduler:
                 if self.accounts is not None:
                     self.accounts.note_full_load(request)
         del self.finished_recving[request.request_id]
+        self._ready_holding[request.request_id] = None
         self.log.promoted(request, failed=failed)
         request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
 
@@ -542,7 +564,7 @@ class Scheduler:
         reports = model_output.kv_connector_output
         skip: dict[str, None] = {}
         if reports is not None:
-            self._scan_settled = False
+            self._scan = _Scan.UNKNOWN
             if reports.failed_recving:
                 skip.update(dict.fromkeys(handle_failed_recving(self, reports.failed_recving)))
             if reports.invalid_block_ids:
@@ -607,7 +629,6 @@ class Scheduler:
             return RequestOutput(request, [token], None)
         del self.running[request.request_id]
         self._explicit.pop(request.request_id, None)
-        self._scan_settled = False
         reason = _FINISH_REASONS[request.status]
         self.log.finished(request, reason, self.sampler.output_hash(request))
         self._free_request(request)
@@ -657,7 +678,8 @@ class Scheduler:
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         request_id = request.request_id
-        self._scan_settled = False
+        self._blocks_changed()
+        self._ready_holding.pop(request_id, None)
         if request.lockstep_since is not None:
             self._leave_lockstep(request, in_flight=self._in_flight is not None)
         if self.running.pop(request_id, None) is None:
@@ -683,8 +705,8 @@ class Scheduler:
             self.kv.remove_skipped_blocks(
                 request.request_id, max(0, request.num_computed_tokens - request.num_in_flight_tokens)
             )
-            block_ids = self.kv.get_block_ids_for_computed_tokens(request.request_id, request.num_computed_tokens)
-            delay_free |= self.connector.request_finished(request, block_ids)
+            blocks = BlocksOfRequest(self.kv, request.request_id, request.num_computed_tokens)
+            delay_free |= self.connector.request_finished(request, blocks)
         self.finished_req_ids.append(request.request_id)
         if not delay_free:
             self._release(request)
@@ -694,7 +716,7 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def _free_blocks_of(self, request: Request) -> tuple[BlockIds, ...]:
-        self._scan_settled = False
+        self._blocks_changed()
         if self.accounts is not None:
             self.accounts.remember_cached(request, self.kv.num_cached_tokens(request.request_id))
         freed = self.kv.free(request.request_id)
@@ -788,7 +810,12 @@ class Scheduler:
         if not self.num_waiting or len(self.running) >= self.max_num_active:
             return True
         # A block that fills while coasting could be what the request that does not fit was waiting to hit.
-        return self._scan_settled and not (self._scan_stopped and self._output_is_shared)
+        return self._scan is _Scan.EXHAUSTED or (self._scan is _Scan.BLOCKED and not self._output_is_shared)
+
+    def _blocks_changed(self) -> None:
+        """Blocks were given back or got a hash: who did not fit may fit now."""
+        if self._scan is _Scan.BLOCKED:
+            self._scan = _Scan.UNKNOWN
 
     def steps_until_shortage(self, step: int) -> int:
         """How many steps from `step` on lockstep can take without running out of free blocks."""
@@ -882,7 +909,7 @@ class Scheduler:
         if not self.pool.enable_caching:
             return
         if self._output_is_shared:
-            self._scan_settled = False
+            self._blocks_changed()
         index = table.num_blocks - 1
         if table.num_cached != index:
             self._cache_computed(request, table.num_blocks * self.kv.block_size)

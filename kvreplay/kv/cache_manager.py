@@ -15,16 +15,19 @@ Hit = tuple[BlockIds, ...]
 
 
 class BlocksOfRequest:
-    """What a connector is shown of a request's blocks."""
+    """What a connector is shown of a request's blocks: all, or those of its first `num_tokens` tokens."""
 
-    __slots__ = ("_manager", "_request_id")
+    __slots__ = ("_manager", "_num_tokens", "_request_id")
 
-    def __init__(self, manager: "KVCacheManager", request_id: str) -> None:
+    def __init__(self, manager: "KVCacheManager", request_id: str, num_tokens: int | None = None) -> None:
         self._manager = manager
         self._request_id = request_id
+        self._num_tokens = num_tokens
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        return self._manager.get_block_ids(self._request_id)
+        if self._num_tokens is None:
+            return self._manager.get_block_ids(self._request_id)
+        return self._manager.get_block_ids_for_computed_tokens(self._request_id, self._num_tokens)
 
     def get_unhashed_block_ids_all_groups(self) -> tuple[list[int], ...]:
         pool = self._manager.pool
@@ -70,6 +73,8 @@ class KVCacheManager:
         ]
         self.block_size = groups[0].block_size
         """The scheduler's block size: with several groups, the least common multiple."""
+        self._holds_all = len(groups) == 1 and self.managers[0].admission_cap is None
+        """One group, which gives back nothing while a request runs."""
         self.no_hit: Hit = tuple(np.empty(0, np.int32) for _ in groups)
 
     # -- looking ----------------------------------------------------------------------------------------------
@@ -98,6 +103,10 @@ class KVCacheManager:
 
     def num_blocks_to_finish(self, request_id: str, num_tokens: int, num_computed_tokens: int) -> int:
         """Blocks the request still needs to hold all its tokens."""
+        if self._holds_all:
+            table = self.managers[0].tables.get(request_id)
+            held = table.num_blocks if table is not None else 0
+            return max(-(-min(num_tokens, self.max_model_len) // self.block_size) - held, 0)
         return self._blocks_to_allocate(
             request_id, min(num_tokens, self.max_model_len), self.no_hit, num_computed_tokens, apply_cap=True
         )

@@ -96,7 +96,7 @@ class MooncakeScheduler:
             self._reqs_not_processed = {}
         return metadata
 
-    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> bool:
+    def request_finished(self, request: Request, blocks: RequestBlocks) -> bool:
         params = request.kv_transfer_params
         if not params or not params.get("transfer_id"):
             return False
@@ -114,6 +114,7 @@ class MooncakeScheduler:
         if request.status not in self._sent_statuses:
             self._reqs_not_processed[params["transfer_id"]] = None
             return False
+        block_ids = blocks.get_block_ids()
         if not any(block_ids):
             return False
         self._reqs_need_send[request.request_id] = (request, self._clip(block_ids))

@@ -119,7 +119,7 @@ class ScriptedConnector:
     def build_connector_meta(self) -> None:
         return None
 
-    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> bool:
+    def request_finished(self, request: Request, blocks: RequestBlocks) -> bool:
         script = self._scripts[request.request_id]
         complete = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         if script.delay_free == "always" or (script.delay_free and complete):
