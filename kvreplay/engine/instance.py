@@ -372,7 +372,9 @@ class Instance:
         first = scheduler.step + 1
         num_decodes = len(lockstep)
         # The step in which a member finishes, or blocks could run out, is an ordinary one.
-        limit = min(lockstep.next_finish() - first, scheduler.steps_until_shortage(first), _COAST_STEPS)
+        limit = min(lockstep.next_finish() - first, _COAST_STEPS)
+        if limit > 0:
+            limit = scheduler.steps_until_shortage(first, limit)
         if limit <= 0:
             self._plain_step()
             return

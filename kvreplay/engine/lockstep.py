@@ -6,6 +6,7 @@ step follow from the step number. Per step only those are looked at that fill a 
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
+from operator import attrgetter
 
 from kvreplay.engine.request import Request
 from kvreplay.sim.event_loop import FOREVER_NS
@@ -80,6 +81,17 @@ class Lockstep:
             return list(bucket.values())
         return sorted(bucket.values(), key=_order)
 
+    def growth(self, first_step: int, num_steps: int) -> Iterator[tuple[int, list[Request]]]:
+        """(step, members that need a block in it) for those of the next steps in which anybody does."""
+        buckets, block_size = self._buckets, self.block_size
+        for step in range(first_step, first_step + num_steps):
+            bucket = buckets[step % block_size]
+            if bucket:
+                members = list(bucket.values())
+                if len(members) > 1:
+                    members.sort(key=_order)
+                yield step, members
+
     def filling_blocks(self, step: int) -> list[Request]:
         """Members whose token of `step` is the last of its block, in running order."""
         return self.needing_blocks(step + 1)
@@ -112,5 +124,4 @@ class Lockstep:
         return since + remaining - 1 == step
 
 
-def _order(request: Request) -> int:
-    return request.lockstep_order
+_order = attrgetter("lockstep_order")

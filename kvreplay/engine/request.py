@@ -43,6 +43,7 @@ class Request:
         "is_prefill_chunk",
         "kv_transfer_params",
         "load_error",
+        "lockstep_keys",
         "lockstep_order",
         "lockstep_since",
         "lookup_answer",
@@ -110,6 +111,8 @@ class Request:
         """Place among the instance's requests, by arrival."""
         self.lockstep_since: int | None = None
         """Step from which on it advances by one token a step, or None."""
+        self.lockstep_keys: Any = None
+        """A memoryview of its content's block keys, while it is in lockstep."""
         self.lockstep_order = 0
         """Place in the running list, by admission."""
 

@@ -562,6 +562,10 @@ class Scheduler:
         """Take in what a step brought. Raises EngineFatal where the real scheduler dies."""
         self._in_flight = None
         reports = model_output.kv_connector_output
+        if reports is None and not out.shares and self.lockstep.next_finish() != out.step:
+            self.skipped = []
+            self._in_step = False
+            return []
         skip: dict[str, None] = {}
         if reports is not None:
             self._scan = _Scan.UNKNOWN
@@ -817,30 +821,34 @@ class Scheduler:
         if self._scan is _Scan.BLOCKED:
             self._scan = _Scan.UNKNOWN
 
-    def steps_until_shortage(self, step: int) -> int:
-        """How many steps from `step` on lockstep can take without running out of free blocks."""
-        members = len(self.lockstep)
-        rounds, free = divmod(self.pool.num_free, members)
-        steps = rounds * self.kv.block_size
-        for offset in range(self.kv.block_size):
+    def steps_until_shortage(self, step: int, limit: int) -> int:
+        """How many steps from `step` on, up to `limit`, lockstep can take without running out of free blocks."""
+        block_size = self.kv.block_size
+        rounds, free = divmod(self.pool.num_free, len(self.lockstep))
+        steps = rounds * block_size
+        if steps >= limit:
+            return limit
+        for offset in range(block_size):
             free -= self.lockstep.num_needing_blocks(step + offset)
             if free < 0:
-                return steps + offset
-        return steps + self.kv.block_size
+                break
+            steps += 1
+        return min(steps, limit)
 
     def coast(self, num_steps: int) -> None:
         """Do `num_steps` steps of which `can_coast` and `steps_until_shortage` promised that they are uneventful."""
-        lockstep = self.lockstep
+        first = self.step + 1
         self._in_step = True
-        for _ in range(num_steps):
-            self.step += 1
-            if lockstep.num_needing_blocks(self.step):
-                self._grow_all(lockstep.needing_blocks(self.step))
+        for step, members in self.lockstep.growth(first, num_steps):
+            self.step = step
+            self._grow_all(members)
+        self.step = first + num_steps - 1
         self._in_step = False
         self._num_executed_steps += num_steps
 
     def _join_lockstep(self, request: Request) -> None:
         del self._explicit[request.request_id]
+        request.lockstep_keys = request.content.block_keys.data
         self.lockstep.join(request, self.step + 1)
 
     def _leave_lockstep(self, request: Request, *, in_flight: bool = False) -> None:
@@ -880,13 +888,14 @@ class Scheduler:
     def _grow_all(self, members: list[Request]) -> None:
         """One more block for each of these members, whose blocks are full. There are enough."""
         tables, pool = self.kv.managers[0].tables, self.pool
+        wants_blocks = self.log.wants_blocks
         for request in members:
             table = tables[request.request_id]
             if table.num_cached < table.num_blocks:
                 self._cache_filled(request, table)
             block_id = pool.take_one()
             table.append(block_id)
-            if self.log.wants_blocks:
+            if wants_blocks:
                 self.log.blocks("block.allocated", request, 0, [block_id])
 
     def _grow(self, request: Request, out: SchedulerOutput) -> bool:
@@ -915,8 +924,8 @@ class Scheduler:
             self._cache_computed(request, table.num_blocks * self.kv.block_size)
             return
         block_id = table.view[index]
-        self.pool.cache_one(block_id, int(request.content.block_keys[index]))
-        table.num_cached = table.num_blocks
+        self.pool.cache_one(block_id, request.lockstep_keys[index])
+        table.num_cached = index + 1
         if self.log.wants_blocks:
             self.log.blocks("block.cached", request, 0, [block_id])
 

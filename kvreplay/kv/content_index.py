@@ -184,7 +184,7 @@ class RequestContent:
     def block_keys(self) -> KeyArray:
         if self._block_keys is None:
             index, begin, end = self._index, self._begin, self._end
-            keys = np.repeat(index._shifts[begin:end], index._num_blocks[begin:end])
+            keys = index._shifts[begin:end].repeat(index._num_blocks[begin:end])
             keys += index._block_ramp[: len(keys)]
             self._block_keys = keys
         return self._block_keys
@@ -207,7 +207,7 @@ class RequestContent:
             bounds = np.empty(last - first + 1, np.int64)
             bounds[0], bounds[-1] = start, end
             bounds[1:-1] = starts[first + 1 : last]
-            words = np.repeat(words, bounds[1:] - bounds[:-1])
+            words = words.repeat(bounds[1:] - bounds[:-1])
         return words + ramp
 
     @property
