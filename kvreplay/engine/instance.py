@@ -224,13 +224,14 @@ class Instance:
             self._start_coast()
             return
         out = scheduler.schedule()
+        self._in_flight = out  # a report that comes of the work itself must not wake whoever is awake
         self._start_work(out)
         if not out.total_num_scheduled_tokens:
             progress = out.made_progress
             progress |= self._end_step(out)
+            self._in_flight = None
             self._after_empty_step(progress=progress)
             return
-        self._in_flight = out
         duration_ns = self._timing.step_ns(out.num_prefill_tokens, out.num_decodes, out.num_kv_tokens)
         self._note_step(out, duration_ns)
         self._set_timer(self._loop.now_ns + duration_ns, self._finish_step)
@@ -385,8 +386,8 @@ class Instance:
 
     def _plain_step(self) -> None:
         out = self.scheduler.schedule()
-        self._start_work(out)
         self._in_flight = out
+        self._start_work(out)
         duration_ns = self._timing.step_ns(out.num_prefill_tokens, out.num_decodes, out.num_kv_tokens)
         self._note_step(out, duration_ns)
         self._set_timer(self._loop.now_ns + duration_ns, self._finish_step)
@@ -421,8 +422,8 @@ class Instance:
         self._log.now_ns = start_ns
         self._log.step = self.scheduler.step + 1
         out = self.scheduler.schedule()
-        self._start_work(out)
         self._in_flight = out
+        self._start_work(out)
         duration_ns = timing.step_ns(out.num_prefill_tokens, out.num_decodes, out.num_kv_tokens)
         self._note_step(out, duration_ns)
         self._set_timer(start_ns + duration_ns, self._finish_step)
