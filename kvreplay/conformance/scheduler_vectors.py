@@ -4,19 +4,26 @@ A vector is a JSON object `{"format": 1, "oracle": "vllm X", "workload": {...}, 
 drives our scheduler through the workload and records the same steps.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from kvreplay.connectors.scripted.connector import RequestScript, ScriptedConnector, StepEvents
+from kvreplay.conformance.workload import (
+    GroupSpec,
+    Json,
+    RequestSpec,
+    UnsupportedVectorError,
+    Workload,
+    read_workload,
+)
 from kvreplay.engine.config import SchedulerConfig
+from kvreplay.engine.connector import KVConnectorOutput
 from kvreplay.engine.log import EngineLog
 from kvreplay.engine.output import ModelRunnerOutput, RequestOutput, SchedulerOutput
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.scheduler import Scheduler
-from kvreplay.errors import ConfigError, EngineFatal
+from kvreplay.errors import EngineFatal
 from kvreplay.events import DETAIL_RUN, Event
 from kvreplay.kv.block_pool import BlockIds, BlockPool
 from kvreplay.kv.cache_manager import KVCacheManager
@@ -30,32 +37,40 @@ _SHORT_STATUS = {
     RequestStatus.PREEMPTED: "P",
     RequestStatus.WAITING_FOR_REMOTE_KVS: "K",
 }
-_CONNECTOR_EVENTS = {"finished_recving", "finished_sending", "invalid", "invalid_ids", "failed_recving"}
 _GROUP_KINDS = {"full": FULL, "swa": SLIDING_WINDOW}
+_SCHEDULER_SETTINGS = (
+    "max_num_batched_tokens",
+    "max_num_scheduled_tokens",
+    "max_num_seqs",
+    "max_num_active_seqs",
+    "max_model_len",
+    "long_prefill_token_threshold",
+    "long_prefill_token_threshold_adaptive",
+    "enable_chunked_prefill",
+    "scheduler_reserve_full_isl",
+    "watermark",
+    "prefill_schedule_interval",
+)
 
 
-class UnsupportedVectorError(ConfigError):
-    """The vector needs something that this engine does not model yet; the message says what."""
-
-
-def reason_unsupported(workload: Mapping[str, Any]) -> str | None:
+def reason_unsupported(workload: Workload) -> str | None:
     """Why this workload cannot be run, or None."""
-    engine = workload["engine"]
-    groups = engine.get("groups") or [{"type": "full"}]
+    engine, groups = workload.engine, workload.groups
     if len(groups) != 1:
         return f"{len(groups)} KV cache groups"
-    if groups[0]["type"] not in _GROUP_KINDS:
-        return f"group type {groups[0]['type']}"
-    if engine.get("policy", "fcfs") != "fcfs":
-        return f"policy {engine['policy']}"
+    if groups[0].type not in _GROUP_KINDS:
+        return f"group type {groups[0].type}"
+    if engine.policy != "fcfs":
+        return f"policy {engine.policy}"
     for key in ("spec", "async_scheduling"):
-        if engine.get(key):
+        if getattr(engine, key):
             return key
     return None
 
 
-def run_workload(workload: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The steps that our scheduler takes. Raises UnsupportedVectorError."""
+def run_workload(document: Json) -> Iterator[dict[str, Any]]:
+    """The steps that our scheduler takes. Raises UnsupportedVectorError, and ConfigError for what no one could run."""
+    workload = read_workload(document)
     reason = reason_unsupported(workload)
     if reason is not None:
         raise UnsupportedVectorError(reason)
@@ -88,29 +103,21 @@ class _EvictionSink:
 class _Driver:
     """Arrivals, events and steps in the order of the recorded driver."""
 
-    def __init__(self, workload: Mapping[str, Any]) -> None:
+    def __init__(self, workload: Workload) -> None:
         self.workload = workload
-        engine = workload["engine"]
-        block_size = engine.get("block_size", 16)
-        group = _group_spec((engine.get("groups") or [{"type": "full"}])[0], block_size)
-        config = _scheduler_config(engine)
-        self.events = _events_by_step(workload)
-        self.connector = (
-            ScriptedConnector(
-                {spec["id"]: request_script(spec) for spec in workload["requests"]},
-                {step: [_step_events(event) for event in events] for step, events in self.events.items()},
-            )
-            if _has_connector(workload)
-            else None
-        )
-        pool = BlockPool(engine["num_gpu_blocks"], enable_caching=engine.get("enable_prefix_caching", True))
+        engine = workload.engine
+        group = _group_spec(workload.groups[0], engine.block_size)
+        config = SchedulerConfig(**{name: getattr(engine, name) for name in _SCHEDULER_SETTINGS})
+        self.events = workload.events_by_step
+        self.connector = workload.scripted_connector()
+        pool = BlockPool(engine.num_gpu_blocks, enable_caching=engine.enable_prefix_caching)
         self.kv = KVCacheManager(
             [group],
             pool,
             max_model_len=config.max_model_len,
             max_in_flight_tokens=config.max_num_batched_tokens,
             watermark=config.watermark,
-            retention_interval=engine.get("retention_interval"),
+            retention_interval=engine.retention_interval,
         )
         self.scheduler = Scheduler(
             config,
@@ -118,8 +125,9 @@ class _Driver:
             self.connector,
             _ScriptedSampler(),
             EngineLog(_EvictionSink(), None),
-            recompute_load_failures=engine.get("kv_load_failure_policy", "recompute") == "recompute",
+            recompute_load_failures=engine.kv_load_failure_policy == "recompute",
         )
+        self.requests = self.scheduler.requests
         self.index = TokenIndex(group.block_size)
         self.record: dict[str, Any] = {}
         pool.on_evict = self._on_evict
@@ -127,29 +135,27 @@ class _Driver:
 
     # -- the loop ---------------------------------------------------------------------------------------------
 
-    def run(self) -> list[dict[str, Any]]:
-        arrivals: dict[int, list[Mapping[str, Any]]] = {}
-        for spec in self.workload["requests"]:
-            arrivals.setdefault(spec.get("arrive", 0), []).append(spec)
-        last = max([0, *arrivals, *self.events])
-        steps: list[dict[str, Any]] = []
+    def run(self) -> Iterator[dict[str, Any]]:
+        arrivals = self.workload.arrivals_by_step
+        last_step = self.workload.last_step
         idle = 0
-        for step in range(self.workload.get("max_steps", 300)):
+        for step in range(self.workload.max_steps):
             record = self.record = {"k": step}
-            steps.append(record)
             if not self._one_step(step, arrivals.get(step, [])):
-                break
+                yield record
+                return
             quiet = not record["total"] and not any(key in record for key in ("deliver", "add", "abort", "abort_mid"))
             idle = idle + 1 if quiet else 0
-            nothing_to_come = step >= last and not (self.connector is not None and self.connector.has_pending)
-            if nothing_to_come and not self.scheduler.requests and not self.scheduler.finished_req_ids:
-                break
-            if nothing_to_come and idle >= self.workload.get("idle_limit", 8):
+            nothing_to_come = step >= last_step and not (self.connector is not None and self.connector.has_pending)
+            done = nothing_to_come and not self.scheduler.requests and not self.scheduler.finished_req_ids
+            stalled = nothing_to_come and not done and idle >= self.workload.idle_limit
+            if stalled:
                 record["stalled"] = sorted(self.scheduler.requests)
-                break
-        return steps
+            yield record
+            if done or stalled:
+                return
 
-    def _one_step(self, step: int, arrivals: list[Mapping[str, Any]]) -> bool:
+    def _one_step(self, step: int, arrivals: list[RequestSpec]) -> bool:
         """One step into `self.record`; False if the engine died."""
         if self.connector is not None:
             self.connector.step = step
@@ -163,46 +169,46 @@ class _Driver:
             return False
         return True
 
-    def _drive(self, step: int, arrivals: list[Mapping[str, Any]], where: list[str]) -> None:
+    def _drive(self, step: int, arrivals: list[RequestSpec], where: list[str]) -> None:
         record, scheduler = self.record, self.scheduler
         if arrivals:
-            record["add"] = [spec["id"] for spec in arrivals]
+            record["add"] = [spec.id for spec in arrivals]
             for spec in arrivals:
                 scheduler.add_request(self._request(spec))
         for event in self.events.get(step, ()):
-            if event.get("abort"):
+            if event.abort:
                 where[0] = "abort"
-                record["abort"] = event["abort"]
-                scheduler.finish_requests(event["abort"], RequestStatus.FINISHED_ABORTED)
-            if event.get("reset_prefix_cache"):
+                record["abort"] = event.abort
+                scheduler.finish_requests(event.abort, RequestStatus.FINISHED_ABORTED)
+            if event.reset_prefix_cache:
                 where[0] = "reset"
-                record["reset"] = scheduler.reset_prefix_cache(reset_running=event.get("reset_running", False))
+                record["reset"] = scheduler.reset_prefix_cache(reset_running=event.reset_running)
         where[0] = "schedule"
         out = scheduler.schedule()
         self._record_schedule(out)
         for event in self.events.get(step, ()):
-            if event.get("abort_mid"):
+            if event.abort_mid:
                 where[0] = "abort"
-                record["abort_mid"] = event["abort_mid"]
-                scheduler.finish_requests(event["abort_mid"], RequestStatus.FINISHED_ABORTED)
+                record["abort_mid"] = event.abort_mid
+                scheduler.finish_requests(event.abort_mid, RequestStatus.FINISHED_ABORTED)
         where[0] = "update"
         outputs = scheduler.update_from_output(out, ModelRunnerOutput(self._reports()))
         if outputs:
             record["out"] = [_output_row(output) for output in outputs]
         record["after"] = self._state()
 
-    def _request(self, spec: Mapping[str, Any]) -> Request:
-        prompt = expand_prompt(spec["prompt"])
+    def _request(self, spec: RequestSpec) -> Request:
+        prompt = spec.prompt_token_ids
         return Request(
-            spec["id"],
-            self.index.content(prompt, spec.get("salt")),
+            spec.id,
+            self.index.content(prompt, spec.salt),
             num_prompt_tokens=len(prompt),
-            max_tokens=spec.get("max_tokens", 4),
-            priority=spec.get("priority", 0),
-            stop_token_ids=tuple(spec.get("stop") or ()),
+            max_tokens=spec.max_tokens,
+            priority=spec.priority,
+            stop_token_ids=tuple(spec.stop or ()),
         )
 
-    def _reports(self) -> Any:  # noqa: ANN401
+    def _reports(self) -> KVConnectorOutput | None:
         if self.connector is None:
             return None
         reports = self.connector.take_reports(self)
@@ -217,10 +223,6 @@ class _Driver:
         return reports
 
     # -- SchedulerView ----------------------------------------------------------------------------------------
-
-    @property
-    def requests(self) -> dict[str, Request]:
-        return self.scheduler.requests
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         return self.kv.get_block_ids(request_id)
@@ -244,7 +246,9 @@ class _Driver:
     def _record_schedule(self, out: SchedulerOutput) -> None:
         self._record_connector()
         record = self.record
-        new, resumed, run = [], [], []
+        new: list[list[Any]] = []
+        resumed: list[list[Any]] = []
+        run: list[list[Any]] = []
         for share in out.shares:
             request_id = share.request.request_id
             if share.admitted:
@@ -298,128 +302,13 @@ class _Driver:
         return state
 
 
-# -- reading a workload ---------------------------------------------------------------------------------------
-
-
-def expand_prompt(prompt: Any) -> list[int]:  # noqa: ANN401 - JSON
-    """`[ids]`, `{"ramp": [first, n]}`, `{"const": [token, n]}` or `{"cat": [prompt, ...]}`."""
-    if isinstance(prompt, list):
-        return list(prompt)
-    if "ramp" in prompt:
-        first, length = prompt["ramp"]
-        return [(first + index) % 30000 for index in range(length)]
-    if "const" in prompt:
-        token, length = prompt["const"]
-        return [token] * length
-    return [token for part in prompt["cat"] for token in expand_prompt(part)]
-
-
-def request_script(spec: Mapping[str, Any]) -> RequestScript:
-    external = spec.get("external") or {}
-    if isinstance(external, int):
-        external = {"tokens": external}
-    load = spec.get("load") or {}
-    script = RequestScript(
-        tokens=external.get("tokens", 0),
-        mode=external.get("mode", "total"),
-        is_async=bool(external.get("async")),
-        defer=external.get("defer", 0),
-        times=external.get("times"),
-        delay_free=spec.get("delay_free", False),
-        send_after=spec.get("send_after"),
-    )
-    if not load:
-        return script
-    return replace(
-        script,
-        recv_after=load.get("recv_after"),
-        invalid=tuple((group, index) for group, index in load.get("invalid", ())),
-        invalid_after=load.get("invalid_after"),
-        failed_after=load.get("failed_after"),
-        repeat=load.get("repeat", False),
-    )
-
-
-def _group_spec(group: Mapping[str, Any], block_size: int) -> KVCacheGroupSpec:
+def _group_spec(group: GroupSpec, block_size: int) -> KVCacheGroupSpec:
     return KVCacheGroupSpec(
-        kind=_GROUP_KINDS[group["type"]],
-        block_size=group.get("block_size", block_size),
-        sliding_window=group.get("sliding_window"),
-    )
-
-
-def _scheduler_config(engine: Mapping[str, Any]) -> SchedulerConfig:
-    """The vectors' own defaults, which are not vLLM's."""
-    defaults: dict[str, Any] = {
-        "max_num_batched_tokens": 64,
-        "max_num_scheduled_tokens": None,
-        "max_num_seqs": 16,
-        "max_num_active_seqs": None,
-        "max_model_len": 1024,
-        "long_prefill_token_threshold": 0,
-        "long_prefill_token_threshold_adaptive": False,
-        "enable_chunked_prefill": True,
-        "scheduler_reserve_full_isl": True,
-        "watermark": 0.0,
-        "prefill_schedule_interval": 1,
-    }
-    return SchedulerConfig(**{name: engine.get(name, default) for name, default in defaults.items()})
-
-
-def _events_by_step(workload: Mapping[str, Any]) -> dict[int, list[Mapping[str, Any]]]:
-    by_step: dict[int, list[Mapping[str, Any]]] = {}
-    for event in workload.get("events", ()):
-        by_step.setdefault(event["step"], []).append(event)
-    return by_step
-
-
-def _step_events(event: Mapping[str, Any]) -> StepEvents:
-    return StepEvents(
-        finished_recving=tuple(event.get("finished_recving", ())),
-        finished_sending=tuple(event.get("finished_sending", ())),
-        failed_recving=tuple(event.get("failed_recving", ())),
-        invalid=tuple((request_id, group, index) for request_id, group, index in event.get("invalid", ())),
-        invalid_ids=tuple(event.get("invalid_ids", ())),
-    )
-
-
-def _has_connector(workload: Mapping[str, Any]) -> bool:
-    wanted = workload["engine"].get("connector")
-    if wanted is not None:
-        return bool(wanted)
-    return any(spec.get("external") or spec.get("delay_free") for spec in workload["requests"]) or any(
-        _CONNECTOR_EVENTS & set(event) for event in workload.get("events", ())
+        kind=_GROUP_KINDS[group.type],
+        block_size=group.block_size or block_size,
+        sliding_window=group.sliding_window,
     )
 
 
 def _output_row(output: RequestOutput) -> list[Any]:
     return [output.request.request_id, output.token_ids, output.finish_reason]
-
-
-# -- comparison -----------------------------------------------------------------------------------------------
-
-
-def differences(expected: list[dict[str, Any]], got: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any, Any]]:
-    """(step, field, expected, got) of each difference; of an exception only type and start of the message count."""
-    for want, have in zip(expected, got, strict=False):
-        for field in sorted({*want, *have}):
-            left, right = want.get(field), have.get(field)
-            if field == "after" and isinstance(left, dict) and isinstance(right, dict):
-                for part in sorted({*left, *right}):
-                    if left.get(part) != right.get(part):
-                        yield want["k"], f"after.{part}", left.get(part), right.get(part)
-            elif field == "error":
-                if not _same_error(left, right):
-                    yield want["k"], field, left, right
-            elif left != right:
-                yield want["k"], field, left, right
-    if len(expected) != len(got):
-        yield min(len(expected), len(got)), "number of steps", len(expected), len(got)
-
-
-def _same_error(left: Any, right: Any) -> bool:  # noqa: ANN401 - JSON
-    if left is None or right is None:
-        return bool(left == right)
-    start = min(len(left["msg"]), len(right["msg"]), 40)
-    same_text = left["msg"][:start] == right["msg"][:start] or not left["msg"]
-    return bool(left["where"] == right["where"] and left["type"] == right["type"] and same_text)
