@@ -40,6 +40,7 @@ class Request:
         "failed_load_handle",
         "first_token_ns",
         "full_hit_end",
+        "is_loading",
         "is_prefill_chunk",
         "kv_transfer_params",
         "load_error",
@@ -117,6 +118,8 @@ class Request:
         """Place in the running list, by admission."""
 
         # What the worker knows of its contents.
+        self.is_loading = False
+        """A connector may write into its blocks."""
         self.clean_until = 0
         """Positions below have been verified, or written by the request itself from verified contents."""
         self.written_until = 0

@@ -8,6 +8,7 @@ to them; the decisions are the same, and everything that looks at such a request
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,6 +50,17 @@ class _Scan(Enum):
     UNKNOWN = "it may admit somebody"
     EXHAUSTED = "it passed everyone, and all who are left wait for a report"
     BLOCKED = "it ended at a request that does not fit; giving back or caching blocks may change that"
+
+
+class _Misfit(NamedTuple):
+    """The request that did not fit, and what may have changed for it since."""
+
+    request: Request
+    num_tokens: int
+    least_blocks: int
+    """Blocks it needs from the free queue even if all of its hits are in use."""
+    num_inserted: int
+    """Blocks that had ever been cached then: it cannot have gained more hits than have come since."""
 
 
 class Scheduler:
@@ -122,6 +134,10 @@ class Scheduler:
             and config.token_budget >= config.max_num_seqs
         )
         self._scan = _Scan.UNKNOWN
+        self._full_sequence_must_fit = (
+            config.scheduler_reserve_full_isl and len(kv.groups) == 1 and kv.groups[0].kind == FULL
+        )
+        self._misfit: _Misfit | None = None
         self._ready_holding: dict[str, None] = {}
         """Requests in `kv_holding_waiting` that are not parked: their load is over, and they did not fit yet."""
         self._may_settle = (connector is None or connector.lookup_is_pure) and config.prefill_schedule_interval == 1
@@ -334,6 +350,9 @@ class Scheduler:
             return False
         if self.lockstep:
             self._cache_filled_blocks()
+        if self._still_does_not_fit():
+            self._scan = _Scan.BLOCKED
+            return False
         skipped_waiting: list[Request] = []
         skipped_holding: list[Request] = []
         prefill_admitted = False
@@ -375,6 +394,17 @@ class Scheduler:
             self.kv_holding_waiting.add_all(skipped_holding)
         self.waiting.prepend_all(skipped_waiting)
         return prefill_admitted
+
+    def _still_does_not_fit(self) -> bool:
+        """Whether the first in the queue cannot have come to fit, whatever a lookup would find."""
+        misfit = self._misfit
+        if misfit is None or self.kv_holding_waiting or not self._full_sequence_must_fit:
+            return False
+        request = misfit.request
+        if not self.waiting or self.waiting.peek() is not request or request.num_tokens != misfit.num_tokens:
+            self._misfit = None
+            return False
+        return misfit.least_blocks - (self.pool.num_inserted - misfit.num_inserted) > self.pool.num_free
 
     def _admit(
         self, request: Request, budget: int, threshold: int, out: SchedulerOutput, *, defer_prefills: bool
@@ -436,6 +466,9 @@ class Scheduler:
             reserved_blocks=self._reserved_blocks() if is_async else 0,
         )
         if new_blocks is None:
+            if hit is not None and self._may_settle and not num_external:
+                least = -(-request.num_tokens // self.kv.block_size) - sum(len(blocks) for blocks in hit)
+                self._misfit = _Misfit(request, request.num_tokens, least, self.pool.num_inserted)
             return _Head.STOP
         self._note_allocated(request, new_blocks)
         if hit is not None and self.accounts is not None:

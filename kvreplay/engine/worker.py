@@ -58,17 +58,13 @@ class _Suspect:
 class WorkerModel:
     """One rank's forward passes.
 
-    Keys from `first_output_key` on stand for blocks that end in generated tokens. `every_read`: verify every
-    position at every step, to test the shortcuts.
+    `every_read`: verify every position at every step, to test the shortcuts.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, buffers: KVBuffers, *, first_output_key: int = 0, every_read: bool = False
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, buffers: KVBuffers, *, every_read: bool = False) -> None:
         self.scheduler = scheduler
         self.buffers = buffers
         self.every_read = every_read
-        self._first_output_key = first_output_key
         self._suspects: list[_Suspect] = []
         self.late_writes: list[LateWrite] = []
         self.num_derived = 0
@@ -125,9 +121,7 @@ class WorkerModel:
 
     def _hits_output(self, request: Request, start: int, end: int) -> bool:
         """Whether a block of [start, end) may be somebody's output, and so not written yet."""
-        block_size = self.buffers.block_size
-        keys = request.content.block_keys[start // block_size : end // block_size]
-        return bool(len(keys)) and int(keys.max()) >= self._first_output_key
+        return end > request.content.first_output_block * self.buffers.block_size
 
     def _suspect(
         self, request: Request, group: int, table: BlockIds, positions: NDArray[np.int64], *, is_hit: bool
@@ -201,16 +195,22 @@ class WorkerModel:
     # -- what happens to blocks -------------------------------------------------------------------------------
 
     def _on_parked(self, request: Request) -> None:
-        for table in self.scheduler.kv.block_arrays(request.request_id):
-            self._loading[table[~self.scheduler.pool.is_cached(table)]] = request.arrival_order
+        """What it loads are the blocks behind its local hits."""
+        kv = self.scheduler.kv
+        local = request.num_computed_tokens - request.num_external_tokens
+        for table, manager in zip(kv.block_arrays(request.request_id), kv.managers, strict=True):
+            self._loading[table[local // manager.block_size :]] = request.arrival_order
+        request.is_loading = True
 
     def _on_promoted(self, request: Request) -> None:
         for table in self.scheduler.kv.block_arrays(request.request_id):
             self._loading[table] = _NO_LOAD
+        request.is_loading = False
         request.clean_until = request.written_until = 0
 
     def _on_blocks_freed(self, request: Request, freed: Sequence[BlockIds]) -> None:
-        if request.num_external_tokens:
+        if request.is_loading:
+            request.is_loading = False
             for block_ids in freed:
                 self._loading[block_ids] = _NO_LOAD
         request.clean_until = request.written_until = 0

@@ -36,6 +36,8 @@ class BlockPool:
         self.num_free = num_blocks - 1
         self.num_cached_keys = 0
         self.num_evicted = 0
+        self.num_inserted = 0
+        """Blocks that ever got a hash."""
         self.on_evict: Callable[[BlockIds], None] | None = None
         """Told which blocks lost their hash to reuse, in order; for those who must know each."""
 
@@ -203,10 +205,11 @@ class BlockPool:
 
     def cache(self, block_ids: BlockIds, keys: Keys) -> None:
         """Enter blocks under their keys, in order. None is null, none has a key yet."""
+        self.num_inserted += len(keys)
         self.keys[block_ids] = keys
         taken = self.find(keys)
-        is_taken = taken != 0
-        if is_taken.any():
+        if taken.any():
+            is_taken = taken != 0
             for key, block_id, first in zip(
                 keys[is_taken].tolist(), block_ids[is_taken].tolist(), taken[is_taken].tolist(), strict=True
             ):
@@ -218,6 +221,7 @@ class BlockPool:
     def cache_one(self, block_id: int, key: int) -> None:
         if key >= len(self._first):
             self._reach(key)
+        self.num_inserted += 1
         self._key_view[block_id] = key
         first = self._first_view[key]
         if first:

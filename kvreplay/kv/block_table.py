@@ -17,7 +17,7 @@ class BlockTable:
     __slots__ = ("_array", "num_blocks", "num_cached", "view")
 
     def __init__(self, capacity: int = 16) -> None:
-        self._array = np.zeros(capacity, np.int32)
+        self._array = np.empty(capacity, np.int32)
         self.view = self._array.data
         self.num_blocks = 0
         self.num_cached = UNTRACKED
@@ -46,7 +46,7 @@ class BlockTable:
         self.extend(np.zeros(count, np.int32))
 
     def _grow(self, needed: int) -> None:
-        grown = np.zeros(max(needed, 2 * len(self._array)), np.int32)
+        grown = np.empty(max(needed, len(self._array) + len(self._array) // 2 + 8), np.int32)
         grown[: self.num_blocks] = self.ids
         self._array = grown
         self.view = grown.data

@@ -28,6 +28,11 @@ class Content(Protocol):
         """First position of each segment; ascending, the first is 0."""
         ...
 
+    @property
+    def first_output_block(self) -> int:
+        """Blocks before this one hold no tokens that an engine has generated."""
+        ...
+
     def fingerprints(self, start: int, end: int) -> WordArray:
         """The word that each position in [start, end) has when computed from right contents (shape [end - start])."""
         ...

@@ -160,6 +160,7 @@ class RequestContent:
         "_begin",
         "_block_keys",
         "_end",
+        "_first_output_block",
         "_index",
         "num_prompt_tokens",
         "num_tokens",
@@ -172,6 +173,7 @@ class RequestContent:
         self._begin = index._offsets[request]
         self._end = index._offsets[request + 1]
         self._block_keys: KeyArray | None = None
+        self._first_output_block = -1
         self.num_prompt_tokens = index._prompt_tokens[request]
         self.num_tokens = index._total_tokens[request]
         """Prompt and whole output."""
@@ -209,6 +211,14 @@ class RequestContent:
             bounds[1:-1] = starts[first + 1 : last]
             words = words.repeat(bounds[1:] - bounds[:-1])
         return words + ramp
+
+    @property
+    def first_output_block(self) -> int:
+        """The first block that ends in somebody's generated tokens: an earlier turn's, or its own."""
+        if self._first_output_block < 0:
+            is_output = self._index.is_generated_key(self.block_keys)
+            self._first_output_block = int(is_output.argmax()) if is_output.any() else len(is_output)
+        return self._first_output_block
 
     @property
     def segment_ids(self) -> NDArray[np.int64]:
@@ -391,6 +401,11 @@ class TokenContent:
         if len(self._tokens) % block_size == 0:
             parent = self._keys[-1] if self._keys else None
             self._keys.append(self._index.key(parent, tuple(self._tokens[-block_size:]), self._salt))
+
+    @property
+    def first_output_block(self) -> int:
+        """All blocks may be somebody's output: who can tell, of explicit tokens."""
+        return 0
 
     @property
     def block_keys(self) -> KeyArray:

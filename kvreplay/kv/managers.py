@@ -92,14 +92,15 @@ class FullAttentionManager:
 
     def add_local_computed_blocks(self, request_id: str, hit: BlockIds, total_computed_tokens: int) -> None:
         """Adopt prefix-cache hits: positions before the window become null blocks and are not touched."""
-        table = self._table(request_id)
+        table = self._table(request_id, cdiv(total_computed_tokens, self.block_size) + 1)
         assert table.num_blocks == 0
         skipped = self.skipped_tokens(total_computed_tokens) // self.block_size
-        hit = hit[skipped:]
+        if skipped:
+            hit = hit[skipped:]
+            table.extend_nulls(skipped)
         if len(hit):
-            self.pool.touch(hit[hit != NULL_BLOCK_ID])
-        table.extend_nulls(skipped)
-        table.extend(hit)
+            self.pool.touch(hit if hit.all() else hit[hit != NULL_BLOCK_ID])
+            table.extend(hit)
         table.num_cached = table.num_blocks
 
     def allocate_external_computed_blocks(
@@ -118,7 +119,7 @@ class FullAttentionManager:
         return block_ids
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int) -> BlockIds:
-        table = self._table(request_id)
+        table = self._table(request_id, cdiv(num_tokens, self.block_size) + 1)
         needed = cdiv(num_tokens, self.block_size) - table.num_blocks
         if needed <= 0:
             return _NO_BLOCKS
@@ -126,10 +127,10 @@ class FullAttentionManager:
         table.extend(block_ids)
         return block_ids
 
-    def _table(self, request_id: str) -> BlockTable:
+    def _table(self, request_id: str, capacity: int = 16) -> BlockTable:
         table = self.tables.get(request_id)
         if table is None:
-            table = self.tables[request_id] = BlockTable()
+            table = self.tables[request_id] = BlockTable(capacity)
         return table
 
     # -- caching ----------------------------------------------------------------------------------------------

@@ -59,12 +59,13 @@ class LiveFindings:
         now = self._loop.now_ns
         last = self._recounted_ns.get(instance.name)
         if last is None or now - last >= _RECOUNT_NS:
-            self.recount(instance)
+            self.recount(instance, whole_cache=False)
 
-    def recount(self, instance: Instance) -> None:
+    def recount(self, instance: Instance, *, whole_cache: bool = True) -> None:
         now = self._loop.now_ns
         self._recounted_ns[instance.name] = now
-        for finding in check_conservation(snapshot_of(instance.scheduler.kv), instance.name, now):
+        snapshot = snapshot_of(instance.scheduler.kv)
+        for finding in check_conservation(snapshot, instance.name, now, whole_cache=whole_cache):
             self._emit(finding)
 
     def check_drained(self, instance: Instance) -> None:

@@ -161,7 +161,6 @@ class Node:
         return WorkerModel(
             scheduler,
             KVBuffers(pool.num_blocks, around.config.model.groups[0].block_size),
-            first_output_key=around.index.generated_key_start,
             every_read=around.config.kv.check == "every-read",
         )
 
