@@ -220,8 +220,7 @@ class Instance:
         if not scheduler.has_requests:
             self._block_on_input()
             return
-        if not self._single_steps and scheduler.can_coast:
-            self._start_coast()
+        if not self._single_steps and scheduler.can_coast and self._start_coast():
             return
         out = scheduler.schedule()
         self._in_flight = out  # a report that comes of the work itself must not wake whoever is awake
@@ -367,7 +366,8 @@ class Instance:
     # Coasting
     # =========================================================================================================
 
-    def _start_coast(self) -> None:
+    def _start_coast(self) -> bool:
+        """False if the next step is none to coast over."""
         scheduler = self.scheduler
         lockstep = scheduler.lockstep
         first = scheduler.step + 1
@@ -377,20 +377,12 @@ class Instance:
         if limit > 0:
             limit = scheduler.steps_until_shortage(first, limit)
         if limit <= 0:
-            self._plain_step()
-            return
+            return False
         kv_tokens = lockstep.num_kv_tokens(first)
         now = self._loop.now_ns
         self._coast = _Coast(first, now, num_decodes, kv_tokens, limit)
         self._set_timer(now + self._timing.decode_run_ns(num_decodes, kv_tokens, limit), self._coast_over)
-
-    def _plain_step(self) -> None:
-        out = self.scheduler.schedule()
-        self._in_flight = out
-        self._start_work(out)
-        duration_ns = self._timing.step_ns(out.num_prefill_tokens, out.num_decodes, out.num_kv_tokens)
-        self._note_step(out, duration_ns)
-        self._set_timer(self._loop.now_ns + duration_ns, self._finish_step)
+        return True
 
     def _coast_over(self) -> None:
         coast = self._coast
