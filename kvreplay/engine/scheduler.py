@@ -954,7 +954,7 @@ class Scheduler:
         if self._output_is_shared:
             self._blocks_changed()
         index = table.num_blocks - 1
-        if table.num_cached != index:
+        if max(table.num_cached, 0) != index:
             self._cache_computed(request, table.num_blocks * self.kv.block_size)
             return
         block_id = table.view[index]
