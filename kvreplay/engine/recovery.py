@@ -37,7 +37,7 @@ def handle_failed_recving(scheduler: Scheduler, request_ids: Sequence[str]) -> l
 
 def handle_invalid_blocks(scheduler: Scheduler, block_ids: Sequence[int], out: SchedulerOutput) -> list[str]:
     """Blocks failed to load. Parked requests are scanned first, then running ones, each with marks of its own."""
-    invalid = np.array(sorted(set(block_ids)), np.int32)
+    invalid = np.array(sorted(set(block_ids)), np.int64)
     if scheduler.log.wants_blocks:
         scheduler.log.blocks("block.invalidated", None, 0, invalid)
     scheduler.materialise_lockstep(out, holding=invalid)

@@ -204,6 +204,21 @@ class Scheduler:
         self._finish_schedule(out, prefill_admitted=prefill_admitted)
         return out
 
+    def schedule_uneventful(self) -> SchedulerOutput:
+        """`schedule()` for a step of which `can_coast` and `steps_until_shortage` have told what it does."""
+        assert self._in_flight is None, "one step at a time"
+        self.step += 1
+        self._in_step = True
+        lockstep = self.lockstep
+        if lockstep.num_needing_blocks(self.step):
+            self._grow_all(lockstep.needing_blocks(self.step))
+        out = SchedulerOutput(self.step)
+        out.num_lockstep = out.num_decodes = out.total_num_scheduled_tokens = len(lockstep)
+        out.num_kv_tokens = lockstep.num_kv_tokens(self.step)
+        self._in_flight = out
+        self._num_executed_steps += 1
+        return out
+
     def _long_prefill_threshold(self) -> int:
         config = self.config
         if not config.long_prefill_token_threshold:
@@ -922,14 +937,32 @@ class Scheduler:
     def _grow_all(self, members: list[Request]) -> None:
         """One more block for each of these members, whose blocks are full. There are enough."""
         tables, pool = self.kv.managers[0].tables, self.pool
-        wants_blocks = self.log.wants_blocks
+        if self.log.wants_blocks or not pool.enable_caching:
+            self._grow_openly(members)
+            return
+        if self._output_is_shared:
+            self._blocks_changed()
         for request in members:
             table = tables[request.request_id]
+            index = table.num_blocks - 1
+            if table.num_cached == index:
+                block_id = pool.cache_and_take_one(table.view[index], request.lockstep_keys[index])
+                table.num_cached = index + 1
+            else:
+                if table.num_cached < index:
+                    self._cache_filled(request, table)
+                block_id = pool.take_one()
+            table.append(block_id)
+
+    def _grow_openly(self, members: list[Request]) -> None:
+        """The same, for those who must hear of each block."""
+        for request in members:
+            table = self._table(request)
             if table.num_cached < table.num_blocks:
                 self._cache_filled(request, table)
-            block_id = pool.take_one()
+            block_id = self.pool.take_one()
             table.append(block_id)
-            if wants_blocks:
+            if self.log.wants_blocks:
                 self.log.blocks("block.allocated", request, 0, [block_id])
 
     def _grow(self, request: Request, out: SchedulerOutput) -> bool:

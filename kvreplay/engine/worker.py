@@ -253,7 +253,7 @@ class WorkerModel:
     def _recheck(self, out: SchedulerOutput) -> None:
         """Verify again what running requests hold of the blocks that others have written, or, in tests, everything."""
         shares = {share.request.request_id: share for share in out.shares}
-        rewritten = np.array(sorted(self._rewritten), np.int32)
+        rewritten = np.array(sorted(self._rewritten), np.int64)
         self._rewritten.clear()
         self._flush_members()
         for request in list(self.scheduler.running.values()):

@@ -11,6 +11,7 @@ the one that a lookup returns.
 
 import mmap
 from collections.abc import Callable, Iterable
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +19,13 @@ from numpy.typing import NDArray
 from kvreplay.errors import EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
 
-BlockIds = NDArray[np.int32]
+BlockIds = NDArray[np.int64]
+"""What numpy indexes with: any narrower type is converted at every use."""
 Keys = NDArray[np.int64]
 
 NO_KEY = -1
-_LOG_FACTOR = 6
-_NO_BLOCKS: BlockIds = np.empty(0, np.int32)
+_LOG_FACTOR = 5
+_NO_BLOCKS: BlockIds = np.empty(0, np.int64)
 
 
 class BlockPool:
@@ -51,13 +53,14 @@ class BlockPool:
         self._first = _zeros(max(num_keys, 1))
         """Key → the block a lookup returns, 0 for none."""
 
-        self._queue = np.zeros(_LOG_FACTOR * num_blocks, np.int32)
+        self._queue = np.zeros(_LOG_FACTOR * num_blocks, np.int64)
         self._place = np.zeros(num_blocks, np.int64)
         self._head = 2 * num_blocks
         self._tail = self._head + self.num_free
         self._queue[self._head : self._tail] = np.arange(1, num_blocks)
         self._place[1:] = np.arange(self._head, self._tail)
 
+        self._numbers = _numbers(len(self._queue))
         self._ref_view = self.ref_counts.data
         self._key_view = self.keys.data
         self._queue_view = self._queue.data
@@ -87,10 +90,10 @@ class BlockPool:
     def find(self, keys: Keys) -> BlockIds:
         """The block of each key, 0 where there is none."""
         try:
-            return self._first[keys]
+            return self._first[keys].astype(np.int64)
         except IndexError:  # keys that nobody has cached anything under yet
             self._reach(int(keys.max()))
-            return self._first[keys]
+            return self._first[keys].astype(np.int64)
 
     def num_evictable(self, block_ids: BlockIds) -> int:
         """How many of these would have to leave the free queue if they were touched. Null blocks do not count."""
@@ -175,22 +178,29 @@ class BlockPool:
             return
         if self._tail + len(freed) > len(self._queue) or self._head < len(freed):
             self._recentre()
-        if self.enable_caching:
-            uncached = self.keys[freed] == NO_KEY
-            first, last = freed[uncached], freed[~uncached]
-        else:
-            first, last = freed, _NO_BLOCKS
-        if len(first):
-            start = self._head - len(first)
-            self._queue[start : self._head] = first
-            self._place[first] = np.arange(start, self._head)
-            self._head = start
-        if len(last):
-            end = self._tail + len(last)
-            self._queue[self._tail : end] = last
-            self._place[last] = np.arange(self._tail, end)
-            self._tail = end
         self.num_free += len(freed)
+        if not self.enable_caching:
+            self._put_first(freed)
+            return
+        uncached = self.keys[freed] == NO_KEY
+        if not uncached.any():
+            self._put_last(freed)
+            return
+        self._put_first(freed[uncached])
+        if not uncached.all():
+            self._put_last(freed[~uncached])
+
+    def _put_first(self, block_ids: BlockIds) -> None:
+        end = self._head
+        start = self._head = end - len(block_ids)
+        self._queue[start:end] = block_ids
+        self._place[block_ids] = self._numbers[start:end]
+
+    def _put_last(self, block_ids: BlockIds) -> None:
+        start = self._tail
+        end = self._tail = start + len(block_ids)
+        self._queue[start:end] = block_ids
+        self._place[block_ids] = self._numbers[start:end]
 
     def _recentre(self) -> None:
         live = self.free_queue()
@@ -230,6 +240,23 @@ class BlockPool:
             self._first_view[key] = block_id
             self.num_cached_keys += 1
 
+    def cache_and_take_one(self, block_id: int, key: int) -> int:
+        """`cache_one`, then `take_one`: what a decoding request does when its last block is full."""
+        self.num_inserted += 1
+        self._key_view[block_id] = key
+        if key < len(self._first) and not self._first_view[key]:
+            self._first_view[key] = block_id
+            self.num_cached_keys += 1
+        else:
+            self._reach(key)
+            first = self._first_view[key]
+            if first:
+                self._add_twin(key, block_id, first)
+            else:
+                self._first_view[key] = block_id
+                self.num_cached_keys += 1
+        return self.take_one()
+
     def evict_blocks(self, block_ids: Iterable[int]) -> list[int]:
         """Drop these blocks' hashes, whoever holds them; their place in the queue stays. Returns those that had one."""
         evicted = []
@@ -237,7 +264,7 @@ class BlockPool:
             if block_id >= self.num_blocks:
                 raise EngineFatal("AssertionError", f"Invalid block_id {block_id}")
             if block_id != NULL_BLOCK_ID and self.keys[block_id] != NO_KEY:
-                self._forget(np.array([block_id], np.int32))
+                self._forget(np.array([block_id], np.int64))
                 evicted.append(block_id)
         return evicted
 
@@ -273,7 +300,7 @@ class BlockPool:
             self._first_view[key] = 0
             self.num_cached_keys -= 1
         if self.on_evict is not None:
-            self.on_evict(np.array([block_id], np.int32))
+            self.on_evict(np.array([block_id], np.int64))
 
     def _forget(self, block_ids: BlockIds) -> None:
         keys = self.keys[block_ids]
@@ -314,8 +341,14 @@ class BlockPool:
             self._first_view = grown.data
 
 
-def _zeros(count: int) -> BlockIds:
+def _zeros(count: int) -> NDArray[np.int32]:
     """Zeros in small pages of the operating system, which cost nothing until they are touched: a slot per key of the
     whole workload is cheap. (numpy asks for huge pages, of which a few keys touch nearly all.)"""
-    zeros: BlockIds = np.frombuffer(mmap.mmap(-1, 4 * count), np.int32)
+    zeros: NDArray[np.int32] = np.frombuffer(mmap.mmap(-1, 4 * count), np.int32)
     return zeros
+
+
+@cache
+def _numbers(count: int) -> NDArray[np.int64]:
+    """0, 1, 2, ...: places in a log, to be copied from."""
+    return np.arange(count, dtype=np.int64)

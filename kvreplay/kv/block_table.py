@@ -17,7 +17,7 @@ class BlockTable:
     __slots__ = ("_array", "num_blocks", "num_cached", "view")
 
     def __init__(self, capacity: int = 16) -> None:
-        self._array = np.empty(capacity, np.int32)
+        self._array = np.empty(capacity, np.int64)
         self.view = self._array.data
         self.num_blocks = 0
         self.num_cached = UNTRACKED
@@ -43,10 +43,10 @@ class BlockTable:
         self.num_blocks += 1
 
     def extend_nulls(self, count: int) -> None:
-        self.extend(np.zeros(count, np.int32))
+        self.extend(np.zeros(count, np.int64))
 
     def _grow(self, needed: int) -> None:
-        grown = np.empty(max(needed, len(self._array) + len(self._array) // 2 + 8), np.int32)
+        grown = np.empty(max(needed, len(self._array) + len(self._array) // 2 + 8), np.int64)
         grown[: self.num_blocks] = self.ids
         self._array = grown
         self.view = grown.data

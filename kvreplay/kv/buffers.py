@@ -35,6 +35,9 @@ class KVBuffers:
         self.block_size = block_size
         self.tensor: Tensor = torch.zeros((num_blocks, block_size), dtype=torch.int64)
         self.words: WordArray = self.tensor.numpy().view(np.uint64)
+        # A block as one item: numpy then copies whole blocks instead of word after word.
+        self._row = np.dtype((np.void, 8 * block_size))
+        self._rows = self.words.view(self._row).ravel()
         self.provenance: dict[int, Provenance] = {}
         """Blocks whose words a fault has changed, or that were written by someone without the right to."""
         self.derived: dict[int, int] = {}
@@ -68,7 +71,7 @@ class KVBuffers:
                 self.words[table[last], :tail] = words[len(words) - tail :]
                 words = words[: len(words) - tail]
         if first < last:
-            self.words[table[first:last]] = words.reshape(-1, size)
+            self._rows[table[first:last]] = words.view(self._row)
 
     def wrong_positions(
         self, table: BlockIds, content: Content, group: int, start: int, end: int
@@ -76,7 +79,7 @@ class KVBuffers:
         """Positions in [start, end) whose words are not what right contents give; None if all are right."""
         expected = self._expected(content, group, start, end)
         first, last = start // self.block_size, -(-end // self.block_size)
-        found = self.words[table[first:last]].reshape(-1)
+        found = self._rows.take(table[first:last]).view(np.uint64)
         head = start - first * self.block_size
         differs = found[head : head + (end - start)] != expected
         if not differs.any():
@@ -107,11 +110,11 @@ class KVBuffers:
 
     def read_blocks(self, group: int, block_ids: AnyBlockIds) -> WordArray:
         """The blocks' words now, as a copy of shape [number of blocks, block size]."""
-        copy: WordArray = self.words[np.asarray(block_ids, np.int64)]
-        return copy
+        copy: WordArray = self._rows.take(np.asarray(block_ids, np.int64)).view(np.uint64)
+        return copy.reshape(-1, self.block_size)
 
     def write_blocks(self, group: int, block_ids: AnyBlockIds, words: WordArray) -> None:
         ids = np.asarray(block_ids, np.int64)
-        self.words[ids] = words
+        self._rows[ids] = np.ascontiguousarray(words).view(self._row).ravel()
         if self.provenance or self.derived or self.reported:
-            self._forget_history(ids.astype(np.int32))
+            self._forget_history(ids)

@@ -7,8 +7,9 @@ import numpy as np
 from kvreplay.errors import ConfigError
 from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.block_pool import BlockIds, BlockPool, Keys
-from kvreplay.kv.managers import FullAttentionManager, Hashable, make_manager
-from kvreplay.kv.specs import KVCacheGroupSpec
+from kvreplay.kv.block_table import BlockTable
+from kvreplay.kv.managers import FullAttentionManager, Hashable, cdiv, make_manager
+from kvreplay.kv.specs import FULL, KVCacheGroupSpec
 
 Hit = tuple[BlockIds, ...]
 """A prefix-cache hit: per group, the block of each position."""
@@ -35,6 +36,27 @@ class BlocksOfRequest:
             ids[(ids != NULL_BLOCK_ID) & ~pool.is_cached(ids)].tolist()
             for ids in self._manager.block_arrays(self._request_id)
         )
+
+
+def make_cache_manager(
+    groups: Sequence[KVCacheGroupSpec],
+    pool: BlockPool,
+    *,
+    max_model_len: int,
+    max_in_flight_tokens: int,
+    watermark: float = 0.0,
+    retention_interval: int | None = 0,
+) -> "KVCacheManager":
+    """The manager for these groups; one group of full attention has a shorter way to the same blocks."""
+    kind = FullAttentionCacheManager if len(groups) == 1 and groups[0].kind == FULL else KVCacheManager
+    return kind(
+        groups,
+        pool,
+        max_model_len=max_model_len,
+        max_in_flight_tokens=max_in_flight_tokens,
+        watermark=watermark,
+        retention_interval=retention_interval,
+    )
 
 
 class KVCacheManager:
@@ -73,9 +95,7 @@ class KVCacheManager:
         ]
         self.block_size = groups[0].block_size
         """The scheduler's block size: with several groups, the least common multiple."""
-        self._holds_all = len(groups) == 1 and self.managers[0].admission_cap is None
-        """One group, which gives back nothing while a request runs."""
-        self.no_hit: Hit = tuple(np.empty(0, np.int32) for _ in groups)
+        self.no_hit: Hit = tuple(np.empty(0, np.int64) for _ in groups)
 
     # -- looking ----------------------------------------------------------------------------------------------
 
@@ -103,10 +123,6 @@ class KVCacheManager:
 
     def num_blocks_to_finish(self, request_id: str, num_tokens: int, num_computed_tokens: int) -> int:
         """Blocks the request still needs to hold all its tokens."""
-        if self._holds_all:
-            table = self.managers[0].tables.get(request_id)
-            held = table.num_blocks if table is not None else 0
-            return max(-(-min(num_tokens, self.max_model_len) // self.block_size) - held, 0)
         return self._blocks_to_allocate(
             request_id, min(num_tokens, self.max_model_len), self.no_hit, num_computed_tokens, apply_cap=True
         )
@@ -220,3 +236,65 @@ class KVCacheManager:
             if len(block_ids):
                 self.pool.free_blocks(block_ids)
         return freed
+
+
+class FullAttentionCacheManager(KVCacheManager):
+    """One group of full attention: nothing leaves a table while its request lives, and hits hold no null blocks.
+
+    The same decisions as `KVCacheManager` makes, without looking at what cannot be.
+    """
+
+    def num_blocks_to_finish(self, request_id: str, num_tokens: int, num_computed_tokens: int) -> int:
+        table = self.managers[0].tables.get(request_id)
+        held = table.num_blocks if table is not None else 0
+        return max(cdiv(min(num_tokens, self.max_model_len), self.block_size) - held, 0)
+
+    def allocate_slots(
+        self,
+        request_id: str,
+        *,
+        num_computed_tokens: int,
+        num_tokens: int,
+        num_new_tokens: int,
+        hit: Hit | None = None,
+        num_local_tokens: int = 0,
+        num_external_tokens: int = 0,
+        num_in_flight_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        apply_watermark: bool = False,
+        reserved_blocks: int = 0,
+    ) -> tuple[BlockIds, ...] | None:
+        assert num_new_tokens or num_local_tokens or num_external_tokens, request_id
+        pool, block_size = self.pool, self.block_size
+        tables = self.managers[0].tables
+        table = tables.get(request_id)
+        held = table.num_blocks if table is not None else 0
+        found = hit[0] if hit is not None else self.no_hit[0]
+        leaving = pool.num_evictable(found) if len(found) else 0
+        if apply_watermark:
+            leaving += self.watermark_blocks
+        have = held + len(found)
+        if full_sequence_must_fit:
+            needed = max(cdiv(min(num_tokens, self.max_model_len), block_size) - have, 0)
+            if needed + leaving > pool.num_free:
+                return None
+        end = num_computed_tokens + num_local_tokens + num_external_tokens + num_new_tokens
+        required = cdiv(min(end, self.max_model_len), block_size)
+        if max(required - have, 0) + leaving > pool.num_free - reserved_blocks:
+            return None
+        if table is None:
+            table = tables[request_id] = BlockTable(max(required, have) + 1)
+        if len(found) or num_external_tokens:
+            assert not held, request_id
+            if len(found):
+                pool.touch(found)
+                table.extend(found)
+            table.num_cached = table.num_blocks
+        if required <= table.num_blocks:
+            return self.no_hit
+        taken = pool.get_new_blocks(required - table.num_blocks)
+        table.extend(taken)
+        return (taken,)
+
+    def remove_skipped_blocks(self, request_id: str, num_processed_tokens: int) -> None:
+        pass

@@ -12,7 +12,7 @@ from kvreplay.kv.specs import SLIDING_WINDOW, KVCacheGroupSpec
 
 Mask = NDArray[np.bool_]
 
-_NO_BLOCKS: BlockIds = np.empty(0, np.int32)
+_NO_BLOCKS: BlockIds = np.empty(0, np.int64)
 
 
 def cdiv(a: int, b: int) -> int:

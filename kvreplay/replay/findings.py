@@ -8,7 +8,7 @@ from kvreplay.events import EventSink
 from kvreplay.ids import NS_PER_S
 from kvreplay.sim.event_loop import EventLoop
 
-_RECOUNT_NS = 300 * NS_PER_S
+_RECOUNT_NS = 1200 * NS_PER_S
 """A pool is recounted when its instance idles, but not more often than this: a recount looks at every block."""
 
 

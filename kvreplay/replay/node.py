@@ -17,7 +17,7 @@ from kvreplay.engine.scheduler import Scheduler
 from kvreplay.engine.worker import WorkerModel
 from kvreplay.events import EventSink
 from kvreplay.kv.block_pool import BlockPool
-from kvreplay.kv.cache_manager import KVCacheManager
+from kvreplay.kv.cache_manager import make_cache_manager
 from kvreplay.kv.content_index import ContentIndex
 from kvreplay.kv.memory import KVMemory, NullMemory
 from kvreplay.replay.config import ReplayConfig, Role
@@ -109,7 +109,7 @@ class Node:
         pool = BlockPool(
             role.cache.num_gpu_blocks, around.index.num_keys, enable_caching=role.cache.enable_prefix_caching
         )
-        kv = KVCacheManager(
+        kv = make_cache_manager(
             groups,
             pool,
             max_model_len=role.scheduler.max_model_len,
