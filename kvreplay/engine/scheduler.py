@@ -197,6 +197,8 @@ class Scheduler:
         prefill_admitted = False
         if out.shares:
             self._blocks_changed()
+        if self._output_is_shared and self.lockstep:
+            self._cache_filled_blocks()  # what this step fills may be what the first in the queue waits to hit
         if not out.preempted and self._scan is _Scan.UNKNOWN:
             prefill_admitted = self._schedule_waiting(out, budget, threshold, defer_prefills=defer_prefills)
             if not defer_prefills:
