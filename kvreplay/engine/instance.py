@@ -329,10 +329,10 @@ class Instance:
     def _report_findings(self, outputs: list[RequestOutput]) -> None:
         model, findings = self._model, self._findings
         assert model is not None
+        if findings is None or not (model.has_suspects or model.late_writes):
+            return
         emitted = [output.request.request_id for output in outputs if output.token_ids]
         wrong = model.commit(emitted, self.scheduler.skipped)
-        if findings is None:
-            return
         for block in wrong:
             findings.wrong_block(self, block)
         if model.late_writes:
@@ -346,6 +346,8 @@ class Instance:
             self._block_on_input()
             return
         now = self._loop.now_ns
+        # What is known to find nothing need not poll: the grid stays the same.
+        progress = progress and not self.scheduler.has_nothing_to_do
         if progress or self._arrivals or self._aborts or (self._workers is not None and self._workers.has_report()):
             self._set_timer(now + POLL_NS, self._begin_step)
         else:

@@ -860,6 +860,11 @@ class Scheduler:
         )
 
     @property
+    def has_nothing_to_do(self) -> bool:
+        """Whether `schedule()` would change nothing until something comes from outside."""
+        return not self.running and not self.finished_req_ids and not self._preempted_since and self._scan_is_futile
+
+    @property
     def _scan_is_futile(self) -> bool:
         """Whether another scan of the queues would admit nobody and change nothing."""
         if not self.num_waiting or len(self.running) >= self.max_num_active:

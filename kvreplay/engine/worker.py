@@ -149,6 +149,11 @@ class WorkerModel:
         for block_id in block_ids.tolist():
             self.buffers.derived[block_id] = source
 
+    @property
+    def has_suspects(self) -> bool:
+        """Whether wrong words have been read of which it is not yet known if they matter."""
+        return bool(self._suspects)
+
     # -- findings ---------------------------------------------------------------------------------------------
 
     def commit(self, emitted: Iterable[str], skipped: Sequence[str]) -> list[WrongBlock]:
