@@ -120,8 +120,8 @@ class WorkerModel:
                 self._suspect(request, group, table, positions, is_hit=is_hit)
 
     def _hits_output(self, request: Request, start: int, end: int) -> bool:
-        """Whether a block of [start, end) may be somebody's output, and so not written yet."""
-        return end > request.content.first_output_block * self.buffers.block_size
+        """Whether a full block of [start, end) may be somebody's output, and so not written yet."""
+        return end // self.buffers.block_size > request.content.first_output_block
 
     def _suspect(
         self, request: Request, group: int, table: BlockIds, positions: NDArray[np.int64], *, is_hit: bool
