@@ -257,7 +257,9 @@ class Scheduler:
                 if request.lockstep_since is not None and not self._grow(request, out):
                     break
             return budget - len(lockstep)
-        if not growing:
+        # Whose block is hashed first matters where two may hold the same output.
+        filling = lockstep.filling_blocks(self.step) if lockstep and self._output_is_shared else []
+        if not growing and not filling:
             budget -= len(lockstep)
             for request in list(self._explicit.values()):
                 if budget <= 0:
@@ -270,19 +272,27 @@ class Scheduler:
                 budget -= granted
             # Members preempted in favour of an explicit request gave their token back.
             return self.config.token_budget - out.total_num_scheduled_tokens - len(lockstep)
-        return self._schedule_running_merged(out, growing, threshold, defer_prefills=defer_prefills)
+        return self._schedule_running_merged(out, growing, filling, threshold, defer_prefills=defer_prefills)
 
     def _schedule_running_merged(
-        self, out: SchedulerOutput, growing: list[Request], threshold: int, *, defer_prefills: bool
+        self,
+        out: SchedulerOutput,
+        growing: list[Request],
+        filling: list[Request],
+        threshold: int,
+        *,
+        defer_prefills: bool,
     ) -> int:
-        """Phase 1 where both kinds want blocks: they take them in order of admission."""
-        todo = sorted([*growing, *self._explicit.values()], key=lambda request: request.lockstep_order)
-        for request in todo:
+        """Phase 1 where both kinds want blocks, or hash them: in order of admission."""
+        todo = dict.fromkeys([*growing, *filling, *self._explicit.values()])
+        for request in sorted(todo, key=lambda request: request.lockstep_order):
             if request.status is not RequestStatus.RUNNING:
                 continue
             if request.lockstep_since is not None:
-                if not self._grow(request, out):
+                if request in growing and not self._grow(request, out):
                     break
+                if request in filling:
+                    self._cache_filled(request, self._table(request))
                 continue
             budget = self.config.token_budget - out.total_num_scheduled_tokens - len(self.lockstep)
             if budget <= 0:
