@@ -1,11 +1,15 @@
 """Two runs of one workload, step by step: the first step in which they differ, and in what."""
 
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Final, TypeAlias, TypeGuard
+from pathlib import Path
+from typing import Final, TypeAlias, TypeGuard
 
-Json: TypeAlias = Any
+from kvreplay.conformance.vector import Json
+from kvreplay.errors import KvReplayError
+
 Step: TypeAlias = Mapping[str, Json]
 
 
@@ -20,6 +24,7 @@ class Difference:
 
 
 FIELD_ORDER: Final = (
+    "bug",
     "error",
     *("add", "abort", "reset", "lookup", "alloc", "preempted", "evict", "evict_inv"),
     *("new", "resumed", "run", "total", "spec", "skip_drafts", "cow", "zero", "boundary", "tails", "fin_prev"),
@@ -50,9 +55,9 @@ _SIGNIFICANT_MESSAGE: Final = 40
 def first_differences(expected: Iterable[Step], got: Iterable[Step]) -> list[Difference]:
     """Every field in which the first unequal step differs, causes first; empty if the runs are equal.
 
-    `got` is taken no further than that step.
+    `got` is taken no further than that step. A step that fails with a bug of ours differs in `bug`, and nothing else.
     """
-    for index, (left, right) in enumerate(zip_longest(expected, got)):
+    for index, (left, right) in enumerate(zip_longest(expected, _guarded(got))):
         if left is None:
             return [Difference(index, "end", "the run has ended", "one more step")]
         if right is None:
@@ -63,8 +68,31 @@ def first_differences(expected: Iterable[Step], got: Iterable[Step]) -> list[Dif
     return []
 
 
+def _guarded(steps: Iterable[Step]) -> Iterator[Step]:
+    iterator = iter(steps)
+    while True:
+        try:
+            step = next(iterator)
+        except StopIteration:
+            return
+        except KvReplayError:
+            raise
+        except Exception as bug:
+            yield {"bug": f"{type(bug).__name__}: {bug} ({_place_of(bug)})"}
+            return
+        yield step
+
+
+def _place_of(error: BaseException) -> str:
+    *_, frame = traceback.extract_tb(error.__traceback__)
+    return f"{Path(frame.filename).name}:{frame.lineno}"
+
+
 def step_differences(expected: Step, got: Step) -> Iterator[Difference]:
     step = expected.get("k")
+    if "bug" in got:
+        yield Difference(step, "bug", None, got["bug"])
+        return
     for name in _in_order({**expected, **got}):
         left, right = expected.get(name), got.get(name)
         if name == "error":

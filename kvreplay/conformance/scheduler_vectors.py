@@ -9,14 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kvreplay.conformance.workload import (
-    GroupSpec,
-    Json,
-    RequestSpec,
-    UnsupportedVectorError,
-    Workload,
-    read_workload,
-)
+from kvreplay.conformance.vector import Json, UnsupportedVectorError
+from kvreplay.conformance.workload import GroupSpec, RequestSpec, Workload, read_workload
 from kvreplay.engine.config import SchedulerConfig
 from kvreplay.engine.connector import KVConnectorOutput
 from kvreplay.engine.log import EngineLog
@@ -26,7 +20,7 @@ from kvreplay.engine.scheduler import Scheduler
 from kvreplay.errors import EngineFatal
 from kvreplay.events import DETAIL_RUN, Event
 from kvreplay.kv.block_pool import BlockIds, BlockPool
-from kvreplay.kv.cache_manager import KVCacheManager
+from kvreplay.kv.cache_manager import make_cache_manager
 from kvreplay.kv.content_index import TokenContent, TokenIndex
 from kvreplay.kv.specs import FULL, SLIDING_WINDOW, KVCacheGroupSpec
 
@@ -111,7 +105,7 @@ class _Driver:
         self.events = workload.events_by_step
         self.connector = workload.scripted_connector()
         pool = BlockPool(engine.num_gpu_blocks, enable_caching=engine.enable_prefix_caching)
-        self.kv = KVCacheManager(
+        self.kv = make_cache_manager(
             [group],
             pool,
             max_model_len=config.max_model_len,

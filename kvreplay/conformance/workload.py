@@ -5,15 +5,14 @@ reads the same settings with the same defaults. The defaults are the vectors' ow
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct, field
 
+from kvreplay.conformance.vector import Json, UnsupportedVectorError
 from kvreplay.connectors.scripted.connector import RequestScript, ScriptedConnector, StepEvents
 from kvreplay.errors import ConfigError
-
-Json: TypeAlias = Any
 
 MAX_PROMPT_TOKENS: Final = 10_000_000
 
@@ -22,10 +21,6 @@ Positive: TypeAlias = Annotated[int, Meta(ge=1)]
 Token: TypeAlias = Annotated[int, Meta(ge=0)]
 Place: TypeAlias = tuple[Count, Count]
 """(group, index) in a request's block table."""
-
-
-class UnsupportedVectorError(ConfigError):
-    """A vector that cannot be replayed, though nothing is wrong with it; the message says what it needs."""
 
 
 class PromptParts(Struct, frozen=True):

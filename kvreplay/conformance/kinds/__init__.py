@@ -1,0 +1,1 @@
+"""The kinds of vectors, one module each."""

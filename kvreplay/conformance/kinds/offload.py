@@ -1,0 +1,21 @@
+"""Vectors of the offloading connector: with a scheduler, of its CPU manager alone, and direct calls."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from kvreplay.conformance.compare import Difference
+from kvreplay.conformance.vector import UnsupportedVectorError, Vector
+
+_KINDS_WITHOUT_SCHEDULER: Final = ("cpu_manager", "offload_calls")
+
+
+class OffloadVectors:
+    name = "offload"
+
+    def recognises(self, vector: Vector) -> bool:
+        workload = vector.document.get("workload")
+        with_scheduler = isinstance(workload, Mapping) and "offload" in workload
+        return with_scheduler or vector.document.get("kind") in _KINDS_WITHOUT_SCHEDULER
+
+    def replay(self, vector: Vector) -> Sequence[Difference]:
+        raise UnsupportedVectorError("offloading connector")

@@ -1,0 +1,115 @@
+"""Replays vectors of any kind, and counts how many come out equal."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Final, Protocol
+
+from kvreplay.conformance.compare import Difference
+from kvreplay.conformance.kinds.mooncake import MooncakeVectors
+from kvreplay.conformance.kinds.offload import OffloadVectors
+from kvreplay.conformance.kinds.scheduler import SchedulerVectors
+from kvreplay.conformance.vector import FORMAT, UnsupportedVectorError, Vector, read_vector
+from kvreplay.errors import ConfigError, KvReplayError
+
+
+class VectorKind(Protocol):
+    """One kind of vectors. Its module imports nothing heavy before something is replayed."""
+
+    name: str
+
+    def recognises(self, vector: Vector) -> bool:
+        """Whether it is one of this kind. Must not fail, whatever is in the document, and be disjoint from others."""
+        ...
+
+    def replay(self, vector: Vector) -> Sequence[Difference]:
+        """What differs first, causes before effects; nothing if all is equal.
+
+        Raises UnsupportedVectorError for what is not modelled, and ConfigError for a vector that is broken.
+        """
+        ...
+
+
+KINDS: Final[Sequence[VectorKind]] = (SchedulerVectors(), OffloadVectors(), MooncakeVectors())
+
+
+class Result(StrEnum):
+    EQUAL = "equal"
+    DIFFERS = "differs"
+    SKIPPED = "skipped"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`reason` says why a vector was skipped, or what is wrong with it; `oracle` is empty where it is broken."""
+
+    path: Path
+    result: Result
+    oracle: str = ""
+    kind: str | None = None
+    reason: str | None = None
+    differences: Sequence[Difference] = ()
+
+
+@dataclass(slots=True)
+class Tally:
+    """How the vectors of one oracle came out."""
+
+    oracle: str
+    equal: int = 0
+    differ: int = 0
+    skipped: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.equal + self.differ + self.skipped
+
+
+def replay_files(paths: Iterable[Path]) -> Iterator[Outcome]:
+    """One outcome for each file that is a vector, or may be a broken one."""
+    for path in paths:
+        try:
+            vector = read_vector(path)
+            if vector is not None:
+                yield replay_vector(vector)
+        except KvReplayError as error:
+            yield Outcome(path, Result.BROKEN, reason=str(error))
+
+
+def replay_vector(vector: Vector) -> Outcome:
+    """Raises ConfigError for one that is broken."""
+    oracle = vector.oracle
+    kind = next((kind for kind in KINDS if kind.recognises(vector)), None)
+    if kind is None:
+        return Outcome(vector.path, Result.SKIPPED, oracle, reason="unknown kind of vector")
+    if vector.document.get("format", FORMAT) != FORMAT:
+        return Outcome(vector.path, Result.SKIPPED, oracle, kind.name, f"format {vector.document['format']}")
+    try:
+        differences = kind.replay(vector)
+    except UnsupportedVectorError as error:
+        return Outcome(vector.path, Result.SKIPPED, oracle, kind.name, str(error))
+    result = Result.DIFFERS if differences else Result.EQUAL
+    return Outcome(vector.path, result, oracle, kind.name, differences=differences)
+
+
+def tallies(outcomes: Iterable[Outcome]) -> list[Tally]:
+    """By oracle, in order of name."""
+    by_oracle: dict[str, Tally] = {}
+    for outcome in outcomes:
+        if outcome.result is Result.BROKEN:
+            continue
+        tally = by_oracle.setdefault(outcome.oracle, Tally(outcome.oracle))
+        tally.equal += outcome.result is Result.EQUAL
+        tally.differ += outcome.result is Result.DIFFERS
+        tally.skipped += outcome.result is Result.SKIPPED
+    return sorted(by_oracle.values(), key=lambda tally: tally.oracle)
+
+
+def default_places() -> list[Path]:
+    """Where the project keeps its vectors, seen from its root. Raises ConfigError elsewhere."""
+    place = Path("tests/conformance")
+    if not place.is_dir():
+        raise ConfigError("name a file or a folder of vectors: there is no tests/conformance in the current folder")
+    return [place]

@@ -1,0 +1,97 @@
+"""Vectors as files: what a real engine did, to be replayed and compared."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from kvreplay.errors import ConfigError
+
+Json: TypeAlias = Any
+
+FORMAT: Final = 1
+SUFFIXES: Final = (".json", ".jsonl")
+MAX_BYTES: Final = 64 << 20
+
+
+class UnsupportedVectorError(ConfigError):
+    """A vector that cannot be replayed, though nothing is wrong with it; the message says what it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """`document` is the file's object; of a transcript in JSON lines its head, and `lines` what follows."""
+
+    path: Path
+    document: dict[str, Json]
+    lines: Sequence[Json] = ()
+
+    @property
+    def oracle(self) -> str:
+        """The engine that it was recorded from, as `vllm 0.33.0`. Raises ConfigError."""
+        oracle = self.document.get("oracle")
+        if not isinstance(oracle, str) or not oracle:
+            raise ConfigError(f"oracle: expected the name of an engine, got {json.dumps(oracle)}")
+        return oracle
+
+
+def find_files(places: Iterable[Path]) -> list[Path]:
+    """Files as they are given, of folders everything that may be JSON, in order of name. Raises ConfigError."""
+    found: dict[Path, None] = {}
+    for place in places:
+        if place.is_dir():
+            inside = sorted(path for path in place.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+            found.update(dict.fromkeys(inside))
+        elif place.exists():
+            found[place] = None
+        else:
+            raise ConfigError(f"{place}: no such file or folder")
+    return list(found)
+
+
+def read_vector(path: Path) -> Vector | None:
+    """None for JSON that is no vector. Raises ConfigError for what is no JSON at all, which may be a broken vector."""
+    documents = read_documents(path)
+    head = documents[0] if documents else None
+    if not isinstance(head, dict) or not ("oracle" in head or {"workload", "steps"} <= head.keys()):
+        return None
+    return Vector(path, head, documents[1:])
+
+
+def read_documents(path: Path) -> list[Json]:
+    """The one document of a file, or one for each of its lines. Raises ConfigError; messages do not name the file."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise ConfigError(f"{size:,} bytes are more than {MAX_BYTES:,}")
+        text = path.read_bytes().decode()
+        return list(_documents(text))
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"no JSON: byte {error.start} is not UTF-8") from error
+    except RecursionError as error:
+        raise ConfigError("no JSON that can be read: it is nested too deeply") from error
+
+
+def _documents(text: str) -> Iterator[Json]:
+    try:
+        yield json.loads(text)
+    except json.JSONDecodeError as whole:
+        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        if len(lines) < 2 or not _is_json(lines[0][1]):
+            raise ConfigError(f"no JSON: line {whole.lineno}: {whole.msg.lower()}") from whole
+        for number, line in lines:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"no JSON: line {number}: {error.msg.lower()}") from error
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""What a real engine does, recorded."""
