@@ -54,6 +54,8 @@ def reason_unsupported(workload: Workload) -> str | None:
         return f"{len(groups)} KV cache groups"
     if groups[0].type not in _GROUP_KINDS:
         return f"group type {groups[0].type}"
+    if groups[0].extra_retained:
+        return "extra_retained"
     if engine.policy != "fcfs":
         return f"policy {engine.policy}"
     for key in ("spec", "async_scheduling"):
@@ -68,7 +70,12 @@ def run_workload(document: Json) -> Iterator[dict[str, Any]]:
     reason = reason_unsupported(workload)
     if reason is not None:
         raise UnsupportedVectorError(reason)
-    return _Driver(workload).run()
+    return _steps(workload)
+
+
+def _steps(workload: Workload) -> Iterator[dict[str, Any]]:
+    # A generator, so that what goes wrong in here is met where steps are taken.
+    yield from _Driver(workload).run()
 
 
 class _ScriptedSampler:

@@ -258,7 +258,14 @@ def _worded(error: msgspec.ValidationError) -> str:
     return f"{path}: {message}" if path else message
 
 
+_NEEDED: Final = {"swa": "sliding_window", "swa_mla": "sliding_window", "chunked_local": "chunk"}
+
+
 def _complaints(workload: Workload) -> Iterator[str]:
+    for index, group in enumerate(workload.groups):
+        needed = _NEEDED.get(group.type)
+        if needed is not None and getattr(group, needed) is None:
+            yield f"engine.groups[{index}]: {group.type} needs {needed}"
     seen: set[str] = set()
     num_groups = len(workload.groups)
     for index, request in enumerate(workload.requests):
