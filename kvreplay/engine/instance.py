@@ -369,17 +369,20 @@ class Instance:
     # =========================================================================================================
 
     def _start_coast(self) -> bool:
-        """False if the next step is none to coast over."""
+        """Coast, or take the next step the short way, if all that happens in it is that a member finishes. False if
+        the next step is neither."""
         scheduler = self.scheduler
         lockstep = scheduler.lockstep
         first = scheduler.step + 1
         num_decodes = len(lockstep)
         # The step in which a member finishes, or blocks could run out, is an ordinary one.
-        limit = min(lockstep.next_finish() - first, _COAST_STEPS)
-        if limit > 0:
-            limit = scheduler.steps_until_shortage(first, limit)
-        if limit <= 0:
+        until_finish = lockstep.next_finish() - first
+        limit = scheduler.steps_until_shortage(first, max(1, min(until_finish, _COAST_STEPS)))
+        if limit == 0:
             return False
+        if until_finish == 0:
+            self._take_uneventful_step(self._loop.now_ns)
+            return True
         kv_tokens = lockstep.num_kv_tokens(first)
         now = self._loop.now_ns
         self._coast = _Coast(first, now, num_decodes, kv_tokens, limit)
@@ -415,10 +418,14 @@ class Instance:
         start_ns = coast.start_ns + timing.decode_run_ns(coast.num_decodes, coast.num_kv_tokens, done)
         self._log.now_ns = start_ns
         self._log.step = self.scheduler.step + 1
-        out = self.scheduler.schedule()
-        self._in_flight = out
-        self._start_work(out)
-        duration_ns = timing.step_ns(out.num_prefill_tokens, out.num_decodes, out.num_kv_tokens)
+        self._take_uneventful_step(start_ns)
+
+    def _take_uneventful_step(self, start_ns: int) -> None:
+        """Put a step in flight that gives each member of lockstep its token and schedules nothing else."""
+        out = self._in_flight = self.scheduler.schedule_uneventful()
+        if self._model is not None:
+            self._model.execute(out)
+        duration_ns = self._timing.step_ns(0, out.num_decodes, out.num_kv_tokens)
         self._note_step(out, duration_ns)
         self._set_timer(start_ns + duration_ns, self._finish_step)
 

@@ -1,27 +1,29 @@
 """`run`: a trace in, a cluster played, a summary and perhaps a trace out."""
 
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreplay.checkers.finding import Finding
 from kvreplay.checkers.trace_checkers import check_trace
 from kvreplay.errors import TraceError
 from kvreplay.events import DETAIL_RUN, Event
 from kvreplay.faults.plan import FaultPlan
+from kvreplay.faults.record import FaultStatistics
 from kvreplay.kv.content_index import ContentIndex
 from kvreplay.replay.cluster import Cluster, RunSettings, path_timers_ns
+from kvreplay.replay.config import Role
 from kvreplay.replay.config_load import LoadedConfig
 from kvreplay.replay.presets import packaged_folder, packaged_names
 from kvreplay.replay.sampler import expected_output_hash
 from kvreplay.trace.digest import file_digest
 from kvreplay.trace.reader import Trace, read_trace
-from kvreplay.trace.schema import TraceMetadata, canonical_json
+from kvreplay.trace.schema import MEMORY_SCHEMA, TraceMetadata, canonical_json
 from kvreplay.trace.workload import Workload, read_workload
 from kvreplay.trace.writer import MemoryTrace, TraceWriter
 from kvreplay.verdict.model import DEFAULT_FAIL_ON, InEffect, Summary
@@ -33,6 +35,10 @@ Progress = Callable[[int], AbstractContextManager[Advance]]
 """Number of requests → a context that shows how far they are."""
 
 _NO_FAULTS: Final = FaultPlan()
+_JUDGED_COLUMNS: Final = tuple(
+    name for name in MEMORY_SCHEMA.names if name not in ("prefix_hashes", "prefix_hash_tokens", "params", "priority")
+)
+"""What checkers and the summary look at; the rest would only fill the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,26 +99,34 @@ def _run_once(
 ) -> Summary:
     metadata = _metadata(options)
     with _sink(options, metadata) as sink, _progress(progress, workload) as advance:
-        cluster = Cluster(_settings(options), workload, sink)
-
-        def watch(num_ended: int, reported_ns: int) -> None:
-            sink.advance(reported_ns)
-            advance(num_ended, reported_ns)
-
-        cluster.run(watch)
-        advance(len(workload.arrivals), cluster.loop.now_ns)
-        summary = _summarise(options, cluster, workload, sink)
+        played = _play(options, workload, sink, advance)
+        gc.collect()  # the pools and buffers of the cluster, which is a knot of references
+        summary = _summarise(options, played, workload, sink)
         if twin is not None:
             summary = summary.with_baseline(twin)
-        sink.emit(
-            Event(
-                "run.summary",
-                cluster.loop.now_ns,
-                status=summary.verdict,
-                cause=summary.to_json(),
-            )
-        )
+        sink.emit(Event("run.summary", played.end_ns, status=summary.verdict, cause=summary.to_json()))
     return summary
+
+
+class _Played(NamedTuple):
+    """What is left of a cluster once its course is in the sink."""
+
+    end_ns: int
+    roles: dict[str, Role]
+    statistics: list[FaultStatistics]
+    content_index: ContentIndex
+
+
+def _play(options: RunOptions, workload: Workload, sink: MemoryTrace, advance: Advance) -> _Played:
+    cluster = Cluster(_settings(options), workload, sink)
+
+    def watch(num_ended: int, reported_ns: int) -> None:
+        sink.advance(reported_ns)
+        advance(num_ended, reported_ns)
+
+    cluster.run(watch)
+    advance(len(workload.arrivals), cluster.loop.now_ns)
+    return _Played(cluster.loop.now_ns, cluster.roles, cluster.injector.statistics(), cluster.index)
 
 
 def _sink(options: RunOptions, metadata: TraceMetadata) -> AbstractContextManager[MemoryTrace]:
@@ -158,27 +172,28 @@ def _metadata(options: RunOptions) -> TraceMetadata:
     )
 
 
-def _summarise(options: RunOptions, cluster: Cluster, workload: Workload, sink: MemoryTrace) -> Summary:
-    for finding in _trace_findings(cluster, workload, sink):
-        cluster.sink.emit(finding.to_event())
+def _summarise(options: RunOptions, played: _Played, workload: Workload, sink: MemoryTrace) -> Summary:
+    frame = sink.frame(_JUDGED_COLUMNS)
+    findings = [
+        # Their rows come last, at the end of the run.
+        finding._replace(time_ns=played.end_ns)
+        for finding in check_trace(frame, sink.detail, _digests(played.content_index, workload))
+    ]
+    if findings:
+        for finding in findings:
+            sink.emit(finding.to_event())
+        frame = sink.frame(_JUDGED_COLUMNS)
     facts = RunFacts(
         fingerprint=sink.fingerprint(),
         in_effect=in_effect(options),
-        roles=dict(cluster.roles),
+        roles=dict(played.roles),
         faults=[
             PlannedFault(spec=fault.spec, name=fault.name, fired=statistics.fired)
-            for fault, statistics in zip(options.plan, cluster.injector.statistics(), strict=True)
+            for fault, statistics in zip(options.plan, played.statistics, strict=True)
         ],
         path_timers_ns=path_timers_ns(options.loaded.config),
     )
-    return summarise(sink.frame(), facts)
-
-
-def _trace_findings(cluster: Cluster, workload: Workload, sink: MemoryTrace) -> list[Finding]:
-    """The laws that are checked on the finished trace. Their rows come last, at the end of the run."""
-    now = cluster.loop.now_ns
-    expected = _digests(cluster.index, workload)
-    return [finding._replace(time_ns=now) for finding in check_trace(sink.frame(), sink.detail, expected)]
+    return summarise(frame, facts)
 
 
 def _digests(index: ContentIndex, workload: Workload) -> Callable[[Sequence[str], NDArray[np.int64]], list[int]]:
