@@ -108,6 +108,8 @@ class Instance:
         self._log = log
         self._workers = workers
         self._model = model
+        if model is not None:
+            model.on_late_write = self.catch_up
         self._findings = findings
         self._single_steps = single_steps
         self._arrivals: list[Request] = []
@@ -220,7 +222,7 @@ class Instance:
         if not scheduler.has_requests:
             self._block_on_input()
             return
-        if not self._single_steps and scheduler.can_coast and self._start_coast():
+        if not self._must_single_step and scheduler.can_coast and self._start_coast():
             return
         out = scheduler.schedule()
         self._in_flight = out  # a report that comes of the work itself must not wake whoever is awake
@@ -234,6 +236,10 @@ class Instance:
         duration_ns = self._timing.step_ns(out.num_prefill_tokens, out.num_decodes, out.num_kv_tokens)
         self._note_step(out, duration_ns)
         self._set_timer(self._loop.now_ns + duration_ns, self._finish_step)
+
+    @property
+    def _must_single_step(self) -> bool:
+        return self._single_steps or (self._model is not None and self._model.must_recheck)
 
     def _drain_input(self) -> None:
         scheduler = self.scheduler

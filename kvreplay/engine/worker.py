@@ -6,7 +6,7 @@ else writes while they are in use are verified again. A decoding request's words
 or earlier if anybody could see them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,12 +70,19 @@ class WorkerModel:
         self.num_derived = 0
         self._loading = np.full(len(buffers.words), _NO_LOAD, np.int64)
         """Block → arrival order of the parked request that a connector is loading it for."""
+        self.on_late_write: Callable[[], None] | None = None
+        """Called before a write lands in blocks that nobody loads: whoever skips steps comes up to date."""
         self._rewritten: dict[int, None] = {}
         """Blocks in use that somebody else has written since the last step."""
         scheduler.on_leave_lockstep = self.flush
         scheduler.on_blocks_freed = self._on_blocks_freed
         scheduler.on_parked = self._on_parked
         scheduler.on_promoted = self._on_promoted
+
+    @property
+    def must_recheck(self) -> bool:
+        """Whether the next step has to look again at what is in use."""
+        return bool(self._rewritten)
 
     # -- a step -----------------------------------------------------------------------------------------------
 
@@ -233,6 +240,8 @@ class WorkerModel:
         """A transfer lands. Into blocks that are being loaded, as a rule; else it is too late, and may do harm."""
         ids = np.asarray(block_ids, np.int64)
         if (self._loading[ids] == _NO_LOAD).any():
+            if self.on_late_write is not None:
+                self.on_late_write()
             self._flush_members()
             for block_id in ids[self._loading[ids] == _NO_LOAD].tolist():
                 owner = self._owner_of(block_id)
