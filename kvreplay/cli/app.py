@@ -23,6 +23,7 @@ COMMANDS: Final = (
     ("synth", "kvreplay.cli.synth:synth"),
     ("faults", "kvreplay.cli.faults:faults"),
     ("profiles", "kvreplay.cli.profiles:profiles"),
+    ("conformance", "kvreplay.cli.conformance:conformance"),
 )
 """Name → where its function, or its own Typer app, is. These modules import nothing heavy at their top."""
 

@@ -29,11 +29,11 @@ class Vector:
 
     @property
     def oracle(self) -> str:
-        """The engine that it was recorded from, as `vllm 0.33.0`. Raises ConfigError."""
+        """The engine that it was recorded from, as `vllm 0.33.0`; libraries that follow are left out."""
         oracle = self.document.get("oracle")
-        if not isinstance(oracle, str) or not oracle:
+        if not isinstance(oracle, str) or not oracle.partition(",")[0]:
             raise ConfigError(f"oracle: expected the name of an engine, got {json.dumps(oracle)}")
-        return oracle
+        return oracle.partition(",")[0]
 
 
 def find_files(places: Iterable[Path]) -> list[Path]:
@@ -81,12 +81,16 @@ def _documents(text: str) -> Iterator[Json]:
     except json.JSONDecodeError as whole:
         lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         if len(lines) < 2 or not _is_json(lines[0][1]):
-            raise ConfigError(f"no JSON: line {whole.lineno}: {whole.msg.lower()}") from whole
+            raise ConfigError(f"no JSON: line {whole.lineno}: {_worded(whole)}") from whole
         for number, line in lines:
             try:
                 yield json.loads(line)
             except json.JSONDecodeError as error:
-                raise ConfigError(f"no JSON: line {number}: {error.msg.lower()}") from error
+                raise ConfigError(f"no JSON: line {number}: {_worded(error)}") from error
+
+
+def _worded(error: json.JSONDecodeError) -> str:
+    return error.msg[:1].lower() + error.msg[1:].removesuffix(" starting at")
 
 
 def _is_json(line: str) -> bool:

@@ -201,14 +201,14 @@ def fuzz_engines(oracle: VllmOracle, options: argparse.Namespace) -> int:
 
     counts = FuzzCounts()
     seeds = range(options.seed, options.seed + options.count)
-    for finding in fuzz(oracle, seeds, _draw(options), counts):
+    for num_shown, finding in enumerate(fuzz(oracle, seeds, _draw(options), counts), 1):
         sys.stdout.write(f"seed {finding.seed} differs; the smallest workload that does:\n")
         sys.stdout.write(f"  {_dumps(finding.workload)}\n")
         _write_differences(finding.differences)
         if options.output is not None:
             options.output.mkdir(parents=True, exist_ok=True)
             (options.output / f"seed{finding.seed}.json").write_text(vector_text(oracle, finding.workload))
-        if counts.differ >= options.stop_after:
+        if num_shown == options.stop_after:
             break
     for reason, number in sorted(counts.skipped.items(), key=lambda item: -item[1]):
         sys.stdout.write(f"skipped {number}: {reason}\n")

@@ -10,7 +10,8 @@ import pytest
 
 from kvreplay.conformance.compare import first_differences
 from kvreplay.conformance.scheduler_vectors import reason_unsupported, run_workload
-from kvreplay.conformance.workload import UnsupportedVectorError, read_workload
+from kvreplay.conformance.vector import UnsupportedVectorError
+from kvreplay.conformance.workload import read_workload
 
 FOLDER = Path(__file__).parent / "scheduler"
 NUM_OF_ONE_GROUP = 87

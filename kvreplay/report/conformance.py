@@ -1,0 +1,90 @@
+"""How vectors came out: one line each, differences side by side, and a line for each oracle."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from rich.console import Console
+
+from kvreplay.conformance.compare import Difference
+from kvreplay.conformance.suite import Outcome, Result, Tally, tallies
+from kvreplay.report.layout import Column, Line, table
+
+MAX_SHOWN: Final = 6
+"""Fields of the step that differs; the others are counted."""
+
+_STYLES: Final = {Result.EQUAL: "green", Result.DIFFERS: "bold red", Result.SKIPPED: "yellow"}
+_INDENT: Final = "  "
+
+
+def print_outcome(console: Console, outcome: Outcome) -> None:
+    """`differs  FILE  step 12`, and under it what differs there."""
+    rest = ""
+    if outcome.reason is not None:
+        rest = outcome.reason
+    elif outcome.differences and outcome.differences[0].step is not None:
+        rest = f"step {outcome.differences[0].step}"
+    console.print(
+        Line(f"{outcome.result:<7}  {outcome.path}" + (f"  {rest}" if rest else ""), style=_STYLES[outcome.result]),
+        soft_wrap=True,
+    )
+    if outcome.differences:
+        _print_differences(console, outcome.differences)
+
+
+def _print_differences(console: Console, differences: Sequence[Difference]) -> None:
+    rows = [(_INDENT + each.field, _shown(each.expected), _shown(each.got)) for each in differences[:MAX_SHOWN]]
+    columns = [Column(_INDENT + "field", fold=True), Column("expected", fold=True), Column("got", fold=True)]
+    console.print(table(columns, rows))
+    if len(differences) > MAX_SHOWN:
+        console.print(Line(f"{_INDENT}... and {len(differences) - MAX_SHOWN} more fields of this step", style="dim"))
+
+
+def _shown(value: Any) -> str:  # noqa: ANN401 - JSON
+    """`-` for what is not there. With blanks, at which long lists can be cut into lines."""
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def print_tallies(console: Console, outcomes: Iterable[Outcome]) -> None:
+    for tally in tallies(outcomes):
+        style = "bold red" if tally.differ else "bold green" if tally.equal else "bold"
+        console.print(Line(tally_line(tally), style=style), soft_wrap=True)
+
+
+def tally_line(tally: Tally) -> str:
+    return (
+        f"{tally.oracle}: {tally.equal} of {tally.total} vectors equal, {tally.differ} differ, {tally.skipped} skipped"
+    )
+
+
+def conformance_document(outcomes: Sequence[Outcome], exit_status: int) -> dict[str, Any]:
+    return {
+        "exit_status": exit_status,
+        "oracles": [
+            {
+                "oracle": tally.oracle,
+                "vectors": tally.total,
+                "equal": tally.equal,
+                "differ": tally.differ,
+                "skipped": tally.skipped,
+            }
+            for tally in tallies(outcomes)
+        ],
+        "vectors": [_outcome_document(outcome) for outcome in outcomes],
+    }
+
+
+def _outcome_document(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "file": str(outcome.path),
+        "kind": outcome.kind,
+        "oracle": outcome.oracle or None,
+        "result": str(outcome.result),
+        "reason": outcome.reason,
+        "step": outcome.differences[0].step if outcome.differences else None,
+        "differences": [
+            {"field": each.field, "expected": each.expected, "got": each.got} for each in outcome.differences
+        ],
+    }

@@ -1,0 +1,263 @@
+"""`kvreplay conformance`: what it reads, what it prints, how it exits."""
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvreplay.cli.app import run_app
+
+ROOT = Path(__file__).parents[2]
+VECTOR = json.loads((Path(__file__).parent / "scheduler" / "04_preempt_pressure.json").read_text())
+ORACLE = "vllm 0.33.0"
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a vector, changed in some top-level keys, under a name; returns the folder."""
+
+    def write(name: str = "x.json", /, **changes: Any) -> Path:  # noqa: ANN401
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**deepcopy(VECTOR), **changes}))
+        return tmp_path
+
+    return write
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        status = run_app(["conformance", *map(str, arguments)])
+        return (status, *capsys.readouterr())
+
+    return run
+
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+def differing_steps() -> list[dict[str, Any]]:
+    steps: list[dict[str, Any]] = deepcopy(VECTOR["steps"])
+    steps[3]["after"]["fq"].reverse()
+    return steps
+
+
+# -- what it prints -----------------------------------------------------------------------------------------------
+
+
+def test_the_projects_own_vectors_are_the_default_and_none_differs(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    status, out, _ = command()
+    assert status == 0
+    assert "differs" not in out
+    assert out.splitlines()[-1].startswith(f"{ORACLE}: ")
+    assert ", 0 differ, " in out.splitlines()[-1]
+
+
+def test_equal_vectors_are_only_counted(command: Command, write: Write) -> None:
+    assert command(write()) == (0, f"{ORACLE}: 1 of 1 vectors equal, 0 differ, 0 skipped\n", "")
+
+
+@pytest.mark.parametrize("flag", ["-v", "--all"])
+def test_or_listed_on_demand(command: Command, write: Write, flag: str) -> None:
+    _, out, _ = command(write(), flag)
+    assert out.splitlines()[0].startswith("equal    ")
+    assert out.splitlines()[0].endswith("x.json")
+
+
+def test_a_difference_is_shown_side_by_side_where_it_first_shows(command: Command, write: Write) -> None:
+    folder = write(steps=differing_steps())
+    status, out, _ = command(folder)
+    assert status == 3
+    assert out == (
+        f"differs  {folder / 'x.json'}  step 3\n"
+        "    field     expected  got\n"
+        "    after.fq  [9, 10]   [10, 9]\n"
+        f"{ORACLE}: 0 of 1 vectors equal, 1 differ, 0 skipped\n"
+    )
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_long_values_are_folded_into_the_width(
+    command: Command, write: Write, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    workload = {**VECTOR["workload"], "engine": {**VECTOR["workload"]["engine"], "num_gpu_blocks": 60}}
+    folder = write(workload=workload)
+    monkeypatch.setenv("COLUMNS", str(width))
+    _, out, _ = command(folder)
+    assert out.count("after.fq") == 1
+    assert len(out.splitlines()) > 5
+    assert max(len(line) for line in out.splitlines()[1:]) <= width
+
+
+def test_an_engine_that_fails_over_a_vector_is_a_difference(
+    command: Command, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: object) -> None:
+        raise AssertionError("block 3 released twice")
+
+    monkeypatch.setattr("kvreplay.engine.scheduler.Scheduler.schedule", fail)
+    status, out, _ = command(write())
+    assert status == 3
+    assert "AssertionError: block 3 released twice (test_command.py:" in " ".join(out.split())
+
+
+def test_each_oracle_has_its_line(command: Command, write: Write) -> None:
+    write("b.json", oracle="vllm 0.34.0")
+    _, out, _ = command(write("a.json"))
+    assert out.splitlines() == [
+        "vllm 0.33.0: 1 of 1 vectors equal, 0 differ, 0 skipped",
+        "vllm 0.34.0: 1 of 1 vectors equal, 0 differ, 0 skipped",
+    ]
+
+
+# -- what it skips and what it ignores ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"workload": {"offload": {}}}, "offloading connector"),
+        ({"kind": "cpu_manager", "workload": None}, "offloading connector"),
+        ({"workload": None, "scenario": {}}, "Mooncake transcript"),
+        ({"format": 2}, "format 2"),
+        ({"workload": {**VECTOR["workload"], "weather": "wet"}}, "workload.weather is not known here"),
+    ],
+)
+def test_what_is_not_modelled_is_skipped_with_its_reason(
+    command: Command, write: Write, changes: dict[str, Any], reason: str
+) -> None:
+    given = {name: value for name, value in {**VECTOR, **changes}.items() if value is not None}
+    folder = write()
+    (folder / "x.json").write_text(json.dumps(given))
+    assert command(folder) == (
+        0,
+        f"skipped  {folder / 'x.json'}  {reason}\n{ORACLE}: 0 of 1 vectors equal, 0 differ, 1 skipped\n",
+        "",
+    )
+
+
+def test_a_transcript_in_json_lines_is_known_by_its_head(command: Command, tmp_path: Path) -> None:
+    lines = [{"oracle": ORACLE, "scenario": {}, "bases": {}}, {"i": 0}, {"final": {}}]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert command(tmp_path)[1].splitlines()[0].endswith("x.jsonl  Mooncake transcript")
+
+
+@pytest.mark.parametrize("document", [[1, 2], {}, 7, {"engine": {}, "requests": []}, {"steps": []}])
+def test_json_that_is_no_vector_is_ignored(command: Command, write: Write, document: object) -> None:
+    folder = write()
+    (folder / "other.json").write_text(json.dumps(document))
+    assert command(folder, "-v")[1].count("\n") == 2
+
+
+def test_folders_are_searched_through_and_a_file_is_counted_once(command: Command, write: Write) -> None:
+    folder = write("deep/er/x.json")
+    (folder / "notes.txt").write_text("{")
+    _, out, _ = command(folder, folder / "deep", folder / "deep/er/x.json")
+    assert out == f"{ORACLE}: 1 of 1 vectors equal, 0 differ, 0 skipped\n"
+
+
+# -- what it refuses ----------------------------------------------------------------------------------------------
+
+
+def one_line(text: str) -> str:
+    (line,) = text.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('{"oracle": "vllm 0.33.0", "work', "no JSON: line 1: unterminated string"),
+        ("", "no JSON: line 1: expecting value"),
+        ('{"a": 1}\n{"b": ', "no JSON: line 2: expecting value"),
+        ("[" * 100_000, "no JSON that can be read: it is nested too deeply"),
+        (json.dumps({**VECTOR, "oracle": 3}), "oracle: expected the name of an engine, got 3"),
+        (json.dumps({**VECTOR, "steps": []}), "steps: expected a list of steps"),
+        (json.dumps({**VECTOR, "steps": VECTOR["steps"][1:]}), "steps[0]: expected an object with k 0"),
+        (json.dumps({**VECTOR, "workload": [1]}), "workload: expected object, got array"),
+        (json.dumps({**VECTOR, "workload": {"engine": {}, "requests": []}}), None),
+    ],
+)
+def test_a_broken_vector_is_one_line_that_names_it(
+    command: Command, tmp_path: Path, text: str, complaint: str | None
+) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    status, out, err = command(path)
+    assert (status, out) == (2, "")
+    assert one_line(err).startswith(f"error: {path}: {complaint or 'workload: engine: '}")
+
+
+def test_what_is_not_text_is_refused_too(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(b"{\xff}")
+    assert one_line(command(tmp_path)[2]) == f"error: {tmp_path / 'x.json'}: no JSON: byte 1 is not UTF-8"
+
+
+def test_a_broken_vector_hides_no_difference_beside_it(command: Command, write: Write) -> None:
+    folder = write("b.json", steps=differing_steps())
+    (folder / "a.json").write_text("{")
+    status, out, err = command(folder)
+    assert status == 3
+    assert "b.json  step 3" in out
+    assert "a.json: no JSON" in one_line(err)
+
+
+def test_no_vectors_at_all_is_a_mistake(command: Command, tmp_path: Path) -> None:
+    assert command(tmp_path) == (2, "", f"error: {tmp_path}: no vectors found\n")
+
+
+def test_a_place_that_is_not_there_is_a_mistake(command: Command, tmp_path: Path) -> None:
+    assert command(tmp_path / "x") == (2, "", f"error: {tmp_path / 'x'}: no such file or folder\n")
+
+
+def test_outside_of_the_project_a_place_must_be_named(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, out, err = command()
+    assert (status, out) == (2, "")
+    assert one_line(err).startswith("error: name a file or a folder of vectors")
+
+
+# -- JSON ---------------------------------------------------------------------------------------------------------
+
+
+def test_json_says_the_same(command: Command, write: Write) -> None:
+    folder = write(steps=differing_steps())
+    status, out, _ = command(folder, "--json")
+    assert status == 3
+    assert json.loads(out) == {
+        "exit_status": 3,
+        "oracles": [{"oracle": ORACLE, "vectors": 1, "equal": 0, "differ": 1, "skipped": 0}],
+        "vectors": [
+            {
+                "file": str(folder / "x.json"),
+                "kind": "scheduler",
+                "oracle": ORACLE,
+                "result": "differs",
+                "reason": None,
+                "step": 3,
+                "differences": [{"field": "after.fq", "expected": [9, 10], "got": [10, 9]}],
+            }
+        ],
+    }
+
+
+def test_json_names_what_is_broken(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{")
+    status, out, err = command(tmp_path, "--json")
+    (vector,) = json.loads(out)["vectors"]
+    assert status == 2
+    assert vector["result"] == "broken"
+    assert vector["reason"] in err
