@@ -203,6 +203,7 @@ class WorkerModel:
             upto = request.num_computed_tokens + scheduler.step - since + 1
             if request.written_until < upto:
                 self._write(request, request.written_until, upto)
+                request.clean_until = upto
 
     # -- what happens to blocks -------------------------------------------------------------------------------
 
