@@ -123,6 +123,68 @@ SWITCHES: Final[dict[str, Switch]] = {
             v0_33="per-reply",
             ideal="bounded",
         ),
+        _switch(
+            "mooncake_lost_pulls",
+            "mooncake_connector.py _start_load_kv, handle_new_engine_id: exceptions are not awaited",
+            {
+                "lose": "an exception before a pull starts is never heard: its requests stay parked, and pulls from "
+                "other producers in the same step are not started",
+                "fail": "the requests fail, and the producer's addresses are asked for again",
+            },
+            v0_33="lose",
+            ideal="fail",
+        ),
+        _switch(
+            "mooncake_unknown_transfer",
+            "mooncake_connector.py record_send_reqs: KeyError, AssertionError; update_state_after_alloc (kv_both)",
+            {
+                "raise": "a finish or drop of a transfer that nobody announced, or that two requests share, loses "
+                "the rest of the step's bookkeeping, unheard",
+                "accept": "each is taken for itself; the second request of one transfer gives its blocks back",
+            },
+            v0_33="raise",
+            ideal="accept",
+        ),
+        _switch(
+            "mooncake_broken_send",
+            "mooncake_connector.py send_kv_to_decode: sending is not decremented when something raises",
+            {
+                "leak": "a raising engine call leaves its transfers counted as being sent: they never expire",
+                "settle": "they are not being sent any more",
+            },
+            v0_33="leak",
+            ideal="settle",
+        ),
+        _switch(
+            "mooncake_listener",
+            "mooncake_connector.py _mooncake_sender_listener: unpacks two frames",
+            {
+                "die": "one message of another number of frames ends the producer's listener",
+                "survive": "it is counted",
+            },
+            v0_33="die",
+            ideal="survive",
+        ),
+        _switch(
+            "mooncake_null_blocks",
+            "mooncake_connector.py _build_transfer_params: null ids are stripped for Mamba groups only",
+            {
+                "send": "a block that the producer's window has left is sent as the null block's contents",
+                "refuse": "the request fails",
+            },
+            v0_33="send",
+            ideal="refuse",
+        ),
+        _switch(
+            "mooncake_role_mismatch",
+            "mooncake_connector.py: assertions on kv_role in the scheduler's half",
+            {
+                "die": "a request whose parameters do not go with the instance's role kills the engine",
+                "ignore": "its parameters are ignored: it is served without a transfer",
+            },
+            v0_33="die",
+            ideal="ignore",
+        ),
     )
 }
 

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from kvreplay.sim.envelope import Answer, Asker, Command, Controller, Delivery, Envelope, Handler, Interceptor
-from kvreplay.sim.event_loop import EventLoop
+from kvreplay.sim.event_loop import Action, EventLoop
 
 
 def owner_of(address: str) -> str:
@@ -37,6 +37,7 @@ class Bus:
         self._handlers: dict[str, Handler] = {}
         self._askers: dict[str, Asker] = {}
         self._refused: dict[str, Handler] = {}
+        self._awaited: dict[str, list[Action]] = {}
         self._controllers: dict[str, Controller] = {}
         self.num_undeliverable = 0
         self._num_cuts = 0
@@ -50,6 +51,12 @@ class Bus:
         self._handlers[address] = handler
         if refused is not None:
             self._refused[address] = refused
+        for action in self._awaited.pop(address, ()):
+            self.loop.call_later(0, action)
+
+    def call_when_heard(self, address: str, action: Action) -> None:
+        """Run `action` once somebody listens to `address`."""
+        self._awaited.setdefault(address, []).append(action)
 
     def serve(self, address: str, asker: Asker) -> None:
         assert address not in self._askers, f"address {address} is taken"

@@ -31,9 +31,20 @@ class VirtualDriver:
         self._timer: Timer | None = None
         self._told = False
         self._closed = False
+        self._stalled_until_ns = 0
+
+    def stall(self, duration_ns: int) -> None:
+        """The machine's loop is busy: messages and timers wait for so long, in their order."""
+        self._stalled_until_ns = self._loop.now_ns + duration_ns
+
+    @property
+    def stalled_until_ns(self) -> int:
+        return self._stalled_until_ns
 
     def receive(self, envelope: Envelope) -> None:
-        if not self._closed:
+        if self._stalled_until_ns > self._loop.now_ns:
+            self._loop.call_at(self._stalled_until_ns, lambda: self.receive(envelope))
+        elif not self._closed:
             self._machine.handle(envelope, self._loop.now_ns)
             self.pump()
 
@@ -78,6 +89,9 @@ class VirtualDriver:
             self._timer = self._loop.call_at(max(deadline_ns, self._loop.now_ns), self._on_timer)
 
     def _on_timer(self) -> None:
+        if self._stalled_until_ns > self._loop.now_ns:
+            self._timer = self._loop.call_at(self._stalled_until_ns, self._on_timer)
+            return
         self._timer = None
         self._machine.on_deadline(self._loop.now_ns)
         self.pump()

@@ -16,13 +16,13 @@ from typing import Any, Final
 
 import msgspec
 
+from kvreplay.connectors.mooncake.plan import WriteSegment
 from kvreplay.connectors.mooncake.structs import (
     BootstrapAnswer,
     MooncakeXferMetadata,
     MooncakeXferResponse,
     MooncakeXferResponseStatus,
     WriteData,
-    WriteSegment,
     decode_response,
 )
 from kvreplay.events import Event

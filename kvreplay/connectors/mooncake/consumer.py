@@ -1,16 +1,20 @@
 """The consumer's half on one rank: asks producers for blocks, takes their writes, settles what they answer."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import msgspec
 
 from kvreplay.behaviour import Behaviour
+from kvreplay.connectors.mooncake import log
 from kvreplay.connectors.mooncake.addresses import SCHEME, instance_of
 from kvreplay.connectors.mooncake.config import MooncakeConfig
+from kvreplay.connectors.mooncake.coverage import Coverage
 from kvreplay.connectors.mooncake.discovery import Discovery, Query
 from kvreplay.connectors.mooncake.identity import WorkerIdentity
 from kvreplay.connectors.mooncake.layout import KVLayout
+from kvreplay.connectors.mooncake.log import LogSink
+from kvreplay.connectors.mooncake.memory import RankMemory
 from kvreplay.connectors.mooncake.ranks import target_ranks
 from kvreplay.connectors.mooncake.settlement import Pull, Reports, make_settlement
 from kvreplay.connectors.mooncake.stats import MooncakeStats
@@ -20,13 +24,13 @@ from kvreplay.connectors.mooncake.structs import (
     MooncakeXferResponse,
     MooncakeXferResponseStatus,
     PullReqMeta,
+    WriteData,
     WriteDone,
     decode_response,
     encode,
 )
-from kvreplay.connectors.mooncake.write_target import WriteTarget, missing_blocks
+from kvreplay.connectors.mooncake.write_target import WriteTarget
 from kvreplay.events import Event, EventSink
-from kvreplay.kv.memory import KVMemory
 from kvreplay.sim.envelope import (
     BOOTSTRAP_ANSWER,
     BOOTSTRAP_QUERY,
@@ -58,10 +62,11 @@ class Consumer:
         config: MooncakeConfig,
         behaviour: Behaviour,
         layout: KVLayout,
-        num_groups: int,
-        memory: KVMemory,
+        kernel_ratios: Sequence[int],
+        memory: RankMemory,
         sink: EventSink,
         stats: MooncakeStats,
+        log_line: LogSink | None = None,
     ) -> None:
         self.outbox: list[Envelope] = []
         self.reports = Reports()
@@ -69,16 +74,27 @@ class Consumer:
         """Why each failed request failed, until its owner asks."""
         self._identity = identity
         self._ranks = identity.ranks
-        self._receive_timeout_ns = config.receive_timeout_ns
         self._layout = layout
+        self._kernel_ratios = kernel_ratios
+        self._block_bytes = [
+            num_bytes * ratio
+            for num_bytes, ratio in zip(layout.block_bytes(len(kernel_ratios)), kernel_ratios, strict=True)
+        ]
         self._sink = sink
+        self._log = log_line
         self._now_ns = 0
         self._deadlines = Deadlines()
         self._pulls: dict[str, Pull] = {}
         self._acked_layout_peers: set[str] = set()
         self._settlement = make_settlement(
-            behaviour["mooncake_failure"], self.reports, stats, self._settled, num_groups=num_groups
+            behaviour["mooncake_failure"],
+            self.reports,
+            stats,
+            self._settled,
+            log_line,
+            num_groups=len(kernel_ratios),
         )
+        self._hears_exceptions = behaviour["mooncake_lost_pulls"] == "fail"
         self._bounds_waits = behaviour["pull_wait"] == "bounded"
         self._verifies = behaviour["transfer_integrity"] == "checksum"
         self._target = WriteTarget(
@@ -94,10 +110,17 @@ class Consumer:
             sink,
             instance=identity.instance,
             address=identity.address,
-            engine_id=identity.engine_id,
+            origin=identity.origin,
             config=config,
             resolved=self._on_resolved,
+            log_line=log_line,
         )
+        self.configure(config)
+
+    def configure(self, config: MooncakeConfig) -> None:
+        """Settings of the environment are read when they are used: what has begun goes on with the old ones."""
+        self._receive_timeout_ns = config.receive_timeout_ns
+        self._discovery.timeout_ns = config.connector_timeout_ns
 
     # -- the state machine --------------------------------------------------------------------------------
 
@@ -134,17 +157,45 @@ class Consumer:
         self._now_ns = now_ns
         self._deadlines.fire(now_ns)
 
+    # -- what can be seen of it ---------------------------------------------------------------------------
+
+    @property
+    def known_engines(self) -> list[str]:
+        return sorted(self._discovery.known_engines)
+
+    @property
+    def acked_layout_peers(self) -> list[str]:
+        """Producers that have said that they know this rank's layout."""
+        return sorted(self._acked_layout_peers)
+
+    def is_open(self, conversation: str, attempt: int) -> bool:
+        """Whether the socket of this pull is still there to receive a reply."""
+        return self._find_pull(conversation, attempt) is not None
+
+    def tasks(self) -> dict[str, int]:
+        """What runs on vLLM's receiver loop, by name."""
+        counts = {
+            "receive_kv_from_single_worker": len(self._pulls),
+            "handle_new_engine_id": self._discovery.num_waiting,
+        }
+        return {name: count for name, count in counts.items() if count}
+
     # -- pulls --------------------------------------------------------------------------------------------
 
     def start_load_kv(self, reqs_to_recv: dict[str, dict[str, PullReqMeta]], now_ns: int) -> None:
         """Start to pull. An exception for one producer loses those after it, as it does in vLLM."""
         self._now_ns = now_ns
         for engine_id, wanted in reqs_to_recv.items():
-            metas = {req_id: replace(meta) for req_id, meta in wanted.items()}
+            metas = {req_id: replace(meta, coverage=self._coverage(meta)) for req_id, meta in wanted.items()}
             if self._discovery.addresses(engine_id) is None:
                 self._ask_bootstrap(engine_id, metas, now_ns)
-            elif not self._start_pulls(engine_id, metas, now_ns) and not self._bounds_waits:
+            elif not self._start_pulls(engine_id, metas, now_ns) and not self._hears_exceptions:
                 return
+
+    def _coverage(self, meta: PullReqMeta) -> Coverage | None:
+        if self._verifies and meta.has_blocks:
+            return Coverage(meta.local_block_ids, self._block_bytes, self._kernel_ratios)
+        return None
 
     def open_pulls(self) -> list[Envelope]:
         """For each open pull, the notice to its peer that this worker is gone."""
@@ -165,7 +216,7 @@ class Consumer:
         url: object = next(iter(metas.values())).remote_bootstrap_addr
         if isinstance(url, str):
             self._discovery.ask(url, (engine_id, metas), now_ns)
-        elif self._bounds_waits:
+        elif self._hears_exceptions:
             self._fail_unasked(engine_id, metas, f"no bootstrap server at {url!r}")
 
     def _on_resolved(self, query: Query, now_ns: int) -> None:
@@ -187,14 +238,14 @@ class Consumer:
         """
         try:
             addresses = self._peer_addresses(engine_id)
-        except (KeyError, ValueError) as error:
-            if self._bounds_waits:
+        except (KeyError, ValueError, ZeroDivisionError) as error:
+            if self._hears_exceptions:
                 self._discovery.forget(engine_id)
                 self._fail_unasked(engine_id, metas, f"remote engine_id {engine_id} lacks a rank: {error}")
             return False
         for meta in metas.values():
             meta.pull_tasks_count = len(addresses)
-        conversation = f"pull/{self._identity.engine_id}/{next(iter(metas))}"
+        conversation = f"pull/{self._identity.origin}/{next(iter(metas))}"
         for index, address in enumerate(addresses):
             pull = Pull(
                 conversation if len(addresses) == 1 else f"{conversation}/{index}",
@@ -205,7 +256,7 @@ class Consumer:
                 num_peers=len(addresses),
             )
             pull.include_layout = address not in self._acked_layout_peers
-            if address.startswith(SCHEME):
+            if str(address).startswith(SCHEME):  # what a bootstrap server says may be anything
                 self._pulls[pull.conversation] = pull
                 self._send(pull, now_ns)
             else:
@@ -213,22 +264,25 @@ class Consumer:
         return True
 
     def _peer_addresses(self, engine_id: str) -> list[str]:
+        """Every producer rank that holds a part of what this rank needs."""
         by_tp_rank = self._discovery.addresses(engine_id)
         assert by_tp_rank is not None
         ranks = self._ranks
-        addresses: list[str] = []
-        for tp_rank in target_ranks(ranks.tp_rank, ranks.tp_size, len(by_tp_rank)):
+        tp_ranks = target_ranks(ranks.tp_rank, ranks.tp_size, len(by_tp_rank))
+        selected: dict[int, list[int]] = {}
+        for tp_rank in tp_ranks:
             by_pp_rank = by_tp_rank[tp_rank]
-            if ranks.pp_size == len(by_pp_rank) and ranks.pp_rank in by_pp_rank:
-                addresses.append(by_pp_rank[ranks.pp_rank])
-            else:
-                addresses.extend(by_pp_rank[pp_rank] for pp_rank in sorted(by_pp_rank))
-        return addresses
+            # With as many stages as this engine its own stage is enough; otherwise layer names tell what is whose.
+            is_same_cut = ranks.pp_size == len(by_pp_rank) and ranks.pp_rank in by_pp_rank
+            selected[tp_rank] = [ranks.pp_rank] if is_same_cut else sorted(by_pp_rank)
+        if self._log is not None and self._log.debug:
+            self._line(log.DEBUG, log.PULL_STARTED, engine_id, tp_ranks, selected)
+        return [by_tp_rank[tp_rank][pp_rank] for tp_rank in tp_ranks for pp_rank in selected[tp_rank]]
 
     def _send(self, pull: Pull, now_ns: int) -> None:
         identity, ranks = self._identity, self._ranks
         metadata = MooncakeXferMetadata(
-            remote_hostname=identity.instance,
+            remote_hostname=identity.hostname,
             remote_port=identity.rpc_port,
             remote_tp_size=ranks.tp_size,
             remote_tp_rank=ranks.tp_rank,
@@ -245,6 +299,10 @@ class Consumer:
             self._layout.describe(metadata)
         transfer_ids = tuple(transfer_id for transfer_id, _ in metadata.req_blocks.values())
         is_typed = all(type(transfer_id) is str for transfer_id in transfer_ids)
+        if self._log is not None and self._log.debug:
+            what = "layout" if pull.include_layout else "blocks"
+            self._line(log.DEBUG, log.PULL_SIZE, pull.address, len(encode(metadata)), what)
+            self._line(log.DEBUG, log.PULL_SENT, list(pull.open), pull.address)
         self.outbox.append(
             Envelope(
                 kind=PULL_REQUEST,
@@ -270,7 +328,7 @@ class Consumer:
                     request_id=req_id,
                     transfer_id=meta.transfer_id,
                     peer=pull.peer,
-                    rank=pull.peer_index,
+                    rank=self._place(pull),
                     num_blocks=meta.num_blocks,
                 )
             )
@@ -321,6 +379,7 @@ class Consumer:
         if response.status is _LAYOUT_MISS:
             self._acked_layout_peers.discard(pull.address)
             if not pull.include_layout:
+                self._line(log.INFO, log.LAYOUT_LOST, pull.address)
                 self._replied(pull, response, pull.open, now_ns)
                 pull.include_layout = True
                 pull.attempt += 1
@@ -341,11 +400,14 @@ class Consumer:
         num_open = len(pull.open)
         if self._verifies:
             response = self._refuse_bad_blocks(pull, response)
+        finished = response.ok_reqs
         try:
             self._settlement.reply(pull, response)
         except KeyError as error:
             self._give_up(pull, f"transfer failed: {error}")
             return
+        if finished and self._log is not None and self._log.debug:
+            self._line(log.DEBUG, log.PULL_FINISHED, finished)
         if is_last:
             self._close(pull)
             self._settlement.finish(pull)
@@ -353,17 +415,28 @@ class Consumer:
             self._expect_reply(pull, now_ns)
 
     def _refuse_bad_blocks(self, pull: Pull, response: MooncakeXferResponse) -> MooncakeXferResponse:
-        """Turn the success of a request whose bytes are not all there, or not right, into its failure."""
+        """Turn the success of a request whose bytes are not all there, or not right, into its failure.
+
+        Several peers bring parts of every block: the last of them to settle answers for all.
+        """
         good: list[str] = []
         for req_id in response.ok_reqs or ():
-            missing = missing_blocks(pull, req_id) if req_id in pull.open else []
-            if missing:
-                reason = f"wrong checksum in {len(missing)} of {pull.metas[req_id].num_blocks} blocks"
-                # Of several peers' parts only this one is known: then the whole request is in doubt.
-                self._settlement.fail(pull, [req_id], reason, missing if pull.num_peers == 1 else None)
+            meta = pull.metas.get(req_id)
+            missing: list[int] = []
+            if req_id in pull.open and meta is not None and meta.coverage is not None and meta.pull_tasks_count <= 1:
+                missing = meta.coverage.missing_blocks()
+            if missing and meta is not None and not meta.failed:
+                reason = f"wrong or missing bytes in {len(missing)} of {meta.num_blocks} blocks"
+                self._settlement.fail(pull, [req_id], reason, missing)
+                self._distrust(pull, meta, missing)
             else:
                 good.append(req_id)
         return msgspec.structs.replace(response, ok_reqs=good) if response.ok_reqs else response
+
+    def _distrust(self, pull: Pull, meta: PullReqMeta, missing: list[int]) -> None:
+        """Nothing arrived whole: the addresses may lack ranks of the producer."""
+        if self._hears_exceptions and len(missing) == meta.num_blocks:
+            self._forget_peer(pull)
 
     def _replied(self, pull: Pull, response: MooncakeXferResponse, req_ids: Iterable[str], now_ns: int) -> None:
         for req_id in req_ids:
@@ -376,7 +449,7 @@ class Consumer:
                         request_id=req_id,
                         transfer_id=pull.metas[req_id].transfer_id,
                         peer=pull.peer,
-                        rank=pull.peer_index,
+                        rank=self._place(pull),
                         status=response.status.name,
                         cause=response.err_msg,
                         cause_handle=pull.open[req_id],
@@ -394,7 +467,7 @@ class Consumer:
                 request_id=req_id,
                 transfer_id=pull.metas[req_id].transfer_id,
                 peer=pull.peer,
-                rank=pull.peer_index,
+                rank=self._place(pull),
                 status="ok" if reason is None else "failed",
                 cause=reason,
                 cause_handle=pull.open.pop(req_id),
@@ -403,15 +476,27 @@ class Consumer:
         if reason is not None:
             self.failures.setdefault(req_id, reason)
 
+    def _place(self, pull: Pull) -> int:
+        """The pull's place among those of all ranks of this engine for the same requests."""
+        return self._ranks.rank * pull.num_peers + pull.peer_index
+
+    def _line(self, level: str, template: str, *arguments: object) -> None:
+        if self._log is not None:
+            self._log(log.RECEIVER, level, template, *arguments)
+
     # -- writes -------------------------------------------------------------------------------------------
 
     def _on_write(self, envelope: Envelope) -> None:
+        data: WriteData = envelope.payload
+        result = self._target.write(envelope)
+        if not data.returns:
+            return
         self.outbox.append(
             Envelope(
                 kind=WRITE_DONE,
                 source=envelope.destination,
                 destination=envelope.source,
-                payload=WriteDone(envelope.payload.write_id, self._target.write(envelope)),
+                payload=WriteDone(data.write_id, result, data.raises),
                 request_ids=envelope.request_ids,
                 transfer_ids=envelope.transfer_ids,
                 conversation=envelope.conversation,

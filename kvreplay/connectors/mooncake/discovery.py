@@ -1,21 +1,43 @@
 """The consumer's side of bootstrap: where the ranks of a producer's engine listen."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from kvreplay.connectors.mooncake import log
 from kvreplay.connectors.mooncake.addresses import bootstrap_target, instance_of
 from kvreplay.connectors.mooncake.config import BOOTSTRAP_ATTEMPTS, BOOTSTRAP_RETRY_NS, MooncakeConfig
+from kvreplay.connectors.mooncake.log import LogSink
 from kvreplay.connectors.mooncake.structs import BootstrapAnswer, BootstrapQuery, PullReqMeta
 from kvreplay.events import Event, EventSink
+from kvreplay.ids import NS_PER_S
 from kvreplay.sim.envelope import BOOTSTRAP_QUERY, Envelope
 from kvreplay.transport.machine import Deadline, Deadlines
+
+REFUSED: Final = "refused"
+CLOSED: Final = "closed"
+TIMEOUT: Final = "timeout"
+UNSUPPORTED: Final = "unsupported address"
+_TRANSPORT_ERRORS: Final = {
+    REFUSED: "ConnectError",
+    CLOSED: "RemoteProtocolError",
+    TIMEOUT: "ReadTimeout",
+    UNSUPPORTED: "UnsupportedProtocol",
+}
+"""What went wrong with an exchange → what vLLM's HTTP client (httpx) calls it."""
 
 Addresses = dict[int, dict[int, str]]
 """Tensor-parallel rank → pipeline-parallel rank → address."""
 Batch = tuple[str, dict[str, PullReqMeta]]
 """A producer's engine id, and what one step wants from it."""
+
+
+class _Failure(NamedTuple):
+    """Why a query is over, as an exception's type and text."""
+
+    exception: str
+    text: str
 
 
 class Query:
@@ -60,24 +82,35 @@ class Discovery:
         *,
         instance: str,
         address: str,
-        engine_id: str,
+        origin: str,
         config: MooncakeConfig,
         resolved: Callable[[Query, int], None],
+        log_line: LogSink | None,
     ) -> None:
         self._outbox = outbox
         self._deadlines = deadlines
         self._sink = sink
         self._instance = instance
         self._address = address
-        self._engine_id = engine_id
-        self._timeout_ns = config.connector_timeout_ns
+        self._origin = origin
+        self.timeout_ns = config.connector_timeout_ns
         self._resolved = resolved
+        self._log = log_line
         self._queries: dict[str, Query] = {}
         self._by_conversation: dict[str, Query] = {}
         self._engines: dict[str, Addresses] = {}
 
     def addresses(self, engine_id: str) -> Addresses | None:
         return self._engines.get(engine_id)
+
+    @property
+    def known_engines(self) -> list[str]:
+        return list(self._engines)
+
+    @property
+    def num_waiting(self) -> int:
+        """Batches that wait for an answer."""
+        return sum(len(query.waiting) for query in self._queries.values())
 
     def forget(self, engine_id: str) -> None:
         self._engines.pop(engine_id, None)
@@ -88,7 +121,7 @@ class Discovery:
         if query is not None:
             query.waiting.append(batch)
             return
-        query = Query(url, f"bootstrap/{self._engine_id}/{next(iter(batch[1]))}", batch)
+        query = Query(url, f"bootstrap/{self._origin}/{next(iter(batch[1]))}", batch)
         self._queries[url] = self._by_conversation[query.conversation] = query
         self._send(query, now_ns)
 
@@ -100,19 +133,21 @@ class Discovery:
         if answer.error is not None:
             self._attempt_failed(query, answer.error, now_ns)
         elif not 200 <= answer.status < 300:
-            self._over(query, f"HTTP status {answer.status}", now_ns)
+            self._over(query, _Failure("HTTPStatusError", f"HTTP status {answer.status}"), now_ns)
         else:
             try:
                 self._remember(answer.body)
             except (msgspec.MsgspecError, AttributeError, KeyError, TypeError, ValueError) as error:
-                self._over(query, f"{type(error).__name__}: {error}", now_ns)
+                is_malformed = isinstance(error, msgspec.MsgspecError)
+                name = "JSONDecodeError" if is_malformed else type(error).__name__
+                self._over(query, _Failure(name, str(error)), now_ns)
             else:
                 self._over(query, None, now_ns)
 
     def on_refused(self, envelope: Envelope, now_ns: int) -> None:
         query = self._asking(envelope)
         if query is not None:
-            self._attempt_failed(query, "refused", now_ns)
+            self._attempt_failed(query, REFUSED, now_ns)
 
     def _asking(self, envelope: Envelope) -> Query | None:
         query = self._by_conversation.get(envelope.conversation)
@@ -134,7 +169,7 @@ class Discovery:
         target = bootstrap_target(query.url)
         if target is None:
             # An address that no HTTP client takes fails like one where nobody listens, and is tried as often.
-            self._attempt_failed(query, f"unsupported address {query.url!r}", now_ns)
+            self._attempt_failed(query, UNSUPPORTED, now_ns)
             return
         server, path = target
         self._outbox.append(
@@ -149,21 +184,29 @@ class Discovery:
                 attempt=query.attempt,
             )
         )
-        query.deadline = self._deadlines.at(now_ns + self._timeout_ns, self._on_timeout, query)
+        query.deadline = self._deadlines.at(now_ns + self.timeout_ns, self._on_timeout, query)
 
     def _on_timeout(self, query: Query, now_ns: int) -> None:
-        self._attempt_failed(query, "timeout", now_ns)
+        self._attempt_failed(query, TIMEOUT, now_ns)
 
     def _attempt_failed(self, query: Query, reason: str, now_ns: int) -> None:
+        """The transport has failed: that is worth another try."""
+        failure = _Failure(_TRANSPORT_ERRORS.get(reason, "ConnectError"), reason)
         if query.attempt + 1 == BOOTSTRAP_ATTEMPTS:
-            self._over(query, reason, now_ns)
+            self._over(query, failure, now_ns)
             return
         self._answered(query, reason, now_ns)
         query.attempt += 1
+        if self._log is not None:
+            delay_s = BOOTSTRAP_RETRY_NS / NS_PER_S
+            attempts = (query.attempt, BOOTSTRAP_ATTEMPTS)
+            self._log(log.RECEIVER, log.WARNING, log.QUERY_RETRIED, query.url, *attempts, *failure, delay_s)
         query.deadline = self._deadlines.at(now_ns + BOOTSTRAP_RETRY_NS, self._send, query)
 
-    def _over(self, query: Query, failure: str | None, now_ns: int) -> None:
-        self._answered(query, failure, now_ns)
+    def _over(self, query: Query, failure: _Failure | None, now_ns: int) -> None:
+        if failure is not None and self._log is not None:
+            self._log(log.RECEIVER, log.ERROR, log.QUERY_FAILED, query.url, *failure)
+        self._answered(query, failure.text if failure is not None else None, now_ns)
         del self._queries[query.url], self._by_conversation[query.conversation]
         self._resolved(query, now_ns)
 

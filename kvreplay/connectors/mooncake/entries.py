@@ -2,16 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvreplay.connectors.mooncake.structs import MooncakeXferMetadata, WriteSegment
-from kvreplay.kv.memory import BlockIds
+from kvreplay.connectors.mooncake import log
+from kvreplay.connectors.mooncake.log import LogSink
+from kvreplay.connectors.mooncake.plan import BrokenPlanError, TransferPlan, WriteSegment
+from kvreplay.connectors.mooncake.structs import MooncakeXferMetadata
+from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.sim.envelope import Envelope
 from kvreplay.transport.machine import Deadline
 
-GROUP_MISMATCH = "KV group count mismatch"
-TOO_FEW_BLOCKS = "P num blocks less than D"
+GROUP_MISMATCH: Final = "KV group count mismatch"
+TOO_FEW_BLOCKS: Final = "P num blocks less than D"
+NULL_SOURCE: Final = "P has freed a block that D wants"
 
 
 @dataclass(slots=True, eq=False)
@@ -19,15 +25,16 @@ class SendBlockMeta:
     """One transfer, by its id.
 
     A *placeholder* (`p_req_id` empty) was made by a pull that came before the request; *announced* is a request in
-    prefill; *ready* one that has finished and whose blocks are held. vLLM leaves a placeholder nameless until it is
-    ready, announced or not.
+    prefill; *ready* one that has finished and whose blocks are held. A placeholder stays nameless until it is ready,
+    announced or not.
     """
 
     p_req_id: str
     transfer_id: str
     local_block_ids: list[list[int]] = field(default_factory=list)
     ready: bool = False
-    announced: bool = False
+    announced_by: str | None = None
+    """The request in prefill; `p_req_id` has it only if no pull came before."""
     dropped: bool = False
     """The request ended without anything to send, and whoever waits for it shall be told."""
     need_send: int = 0
@@ -37,6 +44,11 @@ class SendBlockMeta:
     waiters: dict["Service", None] = field(default_factory=dict)
     """Pulls that wait for it."""
     expiry: Deadline | None = None
+
+    @property
+    def owner(self) -> str:
+        """Whose transfer it is, as far as is known."""
+        return self.announced_by or self.p_req_id
 
     @property
     def is_over(self) -> bool:
@@ -54,11 +66,14 @@ class Service:
 
     envelope: Envelope
     pull: MooncakeXferMetadata
+    plan: TransferPlan
     pending: dict[str, SendBlockMeta]
     """Consumer's request id → its transfer, while not ready."""
-    num_remote_ranks: int
+    remote_ranks: list[int]
     unanswered: dict[str, None]
     deadline: Deadline | None = None
+    wake: Deadline | None = None
+    """Something that it waits for is ready: it goes on at the loop's next turn."""
     write: "Write | None" = None
     num_writes: int = 0
     num_replies: int = 0
@@ -98,40 +113,91 @@ class Write:
         self.err_msg = reason if self.err_msg is None else f"{self.err_msg}; {reason}"
 
 
-def plan_copies(write: Write, pull: MooncakeXferMetadata, page_bytes: Sequence[int]) -> None:
-    """Decide what the engine shall copy for a batch; requests for which that cannot be are failed.
+class CopyPlanner:
+    """Decides which blocks the engine copies for a batch; requests for which that cannot be are failed.
 
-    A consumer that has the start of a prompt asks for fewer blocks, and gets the producer's last ones.
+    `kernel_ratios`: by KV cache group, into how many blocks of the registered memory a block is cut. `state_groups`:
+    groups of Mamba states, whose null blocks are placeholders. `refuses_nulls`: the switch mooncake_null_blocks.
     """
-    segments: list[WriteSegment] = []
-    for d_req_id, entry in write.batch:
-        transfer_id, wanted = pull.req_blocks[d_req_id]
-        if entry.dropped or not any(wanted):
-            continue
-        have = entry.local_block_ids
+
+    def __init__(
+        self,
+        *,
+        kernel_ratios: Sequence[int],
+        state_groups: frozenset[int],
+        refuses_nulls: bool,
+        log_line: LogSink | None,
+    ) -> None:
+        self._ratios = kernel_ratios
+        self._state_groups = state_groups
+        self._refuses_nulls = refuses_nulls
+        self._log = log_line
+
+    def plan(self, write: Write) -> None:
+        """A consumer that has the start of a prompt asks for fewer blocks, and gets the producer's last ones.
+
+        Raises BrokenPlanError where vLLM's own planning breaks.
+        """
+        service = write.service
+        pull, plan = service.pull, service.plan
+        segments: list[WriteSegment] = []
+        for d_req_id, entry in write.batch:
+            transfer_id, wanted = pull.req_blocks[d_req_id]
+            if entry.dropped or not any(wanted):
+                continue
+            pairs = self._matched(write, d_req_id, entry.local_block_ids, wanted)
+            if pairs is None:
+                continue
+            of_request = [
+                WriteSegment(d_req_id, transfer_id, group, source, target)
+                for group, (source, target) in enumerate(pairs)
+                if len(source)
+            ]
+            if of_request:
+                plan.check(of_request, len(pairs))
+                segments += [segment for segment in of_request if segment.group in plan.costs]
+                if self._log is not None and self._log.debug:
+                    num_blocks = sum(len(segment.block_ids) for segment in of_request)
+                    session = f"{pull.remote_hostname}:{pull.remote_port}"
+                    self._log(log.SENDER, log.DEBUG, log.SEND_BLOCKS, d_req_id, num_blocks, session)
+        write.segments = tuple(segments)
+        write.num_blocks = sum(len(segment.block_ids) for segment in segments)
+        write.size_bytes = plan.num_bytes(segments)
+
+    def _matched(
+        self, write: Write, d_req_id: str, have: list[list[int]], wanted: list[list[int]]
+    ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]] | None:
+        """Per group: source and destination, of equal lengths. None: the request has failed."""
         if len(have) != len(wanted):
+            self._error(log.GROUP_COUNT, d_req_id, len(have), len(wanted))
             write.fail(d_req_id, GROUP_MISMATCH)
-        elif any(len(own) < len(peers) for own, peers in zip(have, wanted, strict=True)):
-            write.fail(d_req_id, TOO_FEW_BLOCKS)
-        else:
-            for group, (own, peers) in enumerate(zip(have, wanted, strict=True)):
-                if peers:
-                    source = np.asarray(own[-len(peers) :], dtype=np.int64)
-                    target = np.asarray(peers, dtype=np.int64)
-                    segments.append(WriteSegment(d_req_id, transfer_id, group, source, target))
-                    write.num_blocks += len(peers)
-                    write.size_bytes += len(peers) * page_bytes[group]
-    write.segments = tuple(segments)
+            return None
+        pairs: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+        for group, (own, peers) in enumerate(zip(have, wanted, strict=True)):
+            if group >= len(self._ratios):
+                raise BrokenPlanError("list index out of range")
+            is_state = group in self._state_groups
+            if is_state:
+                own = [block_id for block_id in own if block_id != NULL_BLOCK_ID]
+                peers = [block_id for block_id in peers if block_id != NULL_BLOCK_ID]
+            if len(own) < len(peers):
+                self._error(log.BLOCK_COUNT, d_req_id, len(own), len(peers), is_state)
+                write.fail(d_req_id, TOO_FEW_BLOCKS)
+                return None
+            own = own[-len(peers) :] if peers else []
+            if self._refuses_nulls and NULL_BLOCK_ID in own:
+                write.fail(d_req_id, NULL_SOURCE)
+                return None
+            pairs.append((self._kernel_blocks(group, own), self._kernel_blocks(group, peers)))
+        return pairs
 
+    def _kernel_blocks(self, group: int, block_ids: list[int]) -> NDArray[np.int64]:
+        ids = np.asarray(block_ids, dtype=np.int64)
+        ratio = self._ratios[group]
+        if ratio == 1:
+            return ids
+        return (ids[:, None] * ratio + np.arange(ratio)).reshape(-1)
 
-def num_descriptors(segments: Sequence[WriteSegment], num_regions: Sequence[int]) -> int:
-    """How many copies the engine makes: runs of blocks that are adjacent on both sides, in each of their regions."""
-    return sum(
-        num_regions[segment.group] * (1 + _num_breaks(segment.source_block_ids, segment.block_ids))
-        for segment in segments
-    )
-
-
-def _num_breaks(source: BlockIds, target: BlockIds) -> int:
-    source, target = np.asarray(source), np.asarray(target)
-    return int(np.count_nonzero((source[1:] - source[:-1] != 1) | (target[1:] - target[:-1] != 1)))
+    def _error(self, template: str, *arguments: object) -> None:
+        if self._log is not None:
+            self._log(log.SENDER, log.ERROR, template, *arguments)

@@ -1,19 +1,26 @@
 """The producer's half on one rank: keeps finished requests' blocks, and writes them to consumers that ask."""
 
-from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import msgspec
 
 from kvreplay.behaviour import Behaviour
+from kvreplay.connectors.mooncake import log
 from kvreplay.connectors.mooncake.config import MooncakeConfig
-from kvreplay.connectors.mooncake.entries import SendBlockMeta, Service, Write, plan_copies
+from kvreplay.connectors.mooncake.entries import CopyPlanner, SendBlockMeta, Service, Write
 from kvreplay.connectors.mooncake.identity import WorkerIdentity
-from kvreplay.connectors.mooncake.layout import KVLayout, PeerLayouts, misfit
+from kvreplay.connectors.mooncake.layout import KVLayout, LayoutMatcher, LayoutMissError
+from kvreplay.connectors.mooncake.log import LogSink
+from kvreplay.connectors.mooncake.memory import RankMemory
+from kvreplay.connectors.mooncake.plan import BrokenPlanError, HeadLayout, TransferPlan
 from kvreplay.connectors.mooncake.ranks import target_ranks
+from kvreplay.connectors.mooncake.regions import MisfitError
 from kvreplay.connectors.mooncake.stats import MooncakeStats
 from kvreplay.connectors.mooncake.structs import (
     CONNECTION_CLOSED,
+    STRAY_FRAMES,
     MooncakeConnectorMetadata,
     MooncakeXferMetadata,
     MooncakeXferResponse,
@@ -23,7 +30,6 @@ from kvreplay.connectors.mooncake.structs import (
 )
 from kvreplay.connectors.mooncake.write_source import WriteSource
 from kvreplay.events import Event, EventSink
-from kvreplay.kv.memory import KVMemory
 from kvreplay.sim.envelope import PULL_REPLY, PULL_REQUEST, WRITE_DATA, WRITE_DONE, Envelope
 from kvreplay.transport.machine import Deadlines
 
@@ -51,52 +57,74 @@ class Producer:
         config: MooncakeConfig,
         behaviour: Behaviour,
         layout: KVLayout,
-        num_groups: int,
-        memory: KVMemory,
+        heads: HeadLayout,
+        kernel_ratios: Sequence[int],
+        state_groups: frozenset[int],
+        memory: RankMemory,
         sink: EventSink,
         stats: MooncakeStats,
+        log_line: LogSink | None = None,
     ) -> None:
         self.outbox: list[Envelope] = []
         self.entries: dict[str, SendBlockMeta] = {}
         """Transfer id → transfer: `reqs_need_send`."""
+        self.layouts = LayoutMatcher(layout, identity.ranks, heads, log_line)
+        self.num_stray_messages = 0
         self._answers_drops = behaviour["mooncake_producer_drop"] == "answer"
         self._expires_placeholders = behaviour["mooncake_placeholder"] == "expire"
         self._fences = behaviour["transfer_fence"] == "attempt"
+        self._accepts_unknown = behaviour["mooncake_unknown_transfer"] == "accept"
+        self._settles_broken = behaviour["mooncake_broken_send"] == "settle"
+        self._survives_strays = behaviour["mooncake_listener"] == "survive"
         self._identity = identity
         self._ranks = identity.ranks
-        self._config = config
-        self._abort_timeout_ns = config.abort_request_timeout_ns
-        self._layout = layout
-        self._page_bytes, num_regions = layout.totals(num_groups)
         self._sink = sink
         self._stats = stats
-        self._peer_layouts = PeerLayouts()
+        self._log = log_line
         self._deadlines = Deadlines()
-
+        self._expiries = Deadlines()
+        """Apart from the others: a poll looks at them too, and may come before its loop does."""
+        self._planner = CopyPlanner(
+            kernel_ratios=kernel_ratios,
+            state_groups=state_groups,
+            refuses_nulls=behaviour["mooncake_null_blocks"] == "refuse",
+            log_line=log_line,
+        )
         self._queue: deque[Envelope] = deque()
         self._services: dict[Service, None] = {}
+        self._orphans: list[SendBlockMeta] = []
+        """What waits are left of services that broke: vLLM's tasks that nobody cancels."""
+        self._is_deaf = False
         self._writes = WriteSource(
             self.outbox,
             self._deadlines,
             identity,
             config=config,
-            num_regions=num_regions,
             memory=memory,
             sink=sink,
             stats=stats,
             fences=self._fences,
             ended=self._end_batch,
+            broke=self._break,
+            log_line=log_line,
         )
         self._finished_sending: dict[str, None] = {}
         self._overdue: dict[str, SendBlockMeta] = {}
         """Transfers whose time is up: the next poll frees those that are not being sent."""
         self._gone: OrderedDict[str, None] = OrderedDict()
+        self.configure(config)
+
+    def configure(self, config: MooncakeConfig) -> None:
+        """Settings of the environment are read when they are used: what has begun goes on with the old ones."""
+        self._config = config
+        self._abort_timeout_ns = config.abort_request_timeout_ns
+        self._writes.timeout_ns = config.transfer_timeout_ns
 
     # -- the state machine --------------------------------------------------------------------------------
 
     @property
     def next_deadline_ns(self) -> int:
-        return self._deadlines.next_ns
+        return min(self._deadlines.next_ns, self._expiries.next_ns)
 
     @property
     def has_report(self) -> bool:
@@ -107,9 +135,12 @@ class Producer:
     def handle(self, envelope: Envelope, now_ns: int) -> None:
         kind = envelope.kind
         if kind == PULL_REQUEST:
-            self._queue.append(envelope)
+            if not self._is_deaf:
+                self._queue.append(envelope)
         elif kind == WRITE_DONE:
             self._writes.on_returned(envelope.payload, now_ns)
+        elif kind == STRAY_FRAMES:
+            self._on_stray(envelope)
         else:
             assert kind == CONNECTION_CLOSED, kind
             self._on_consumer_gone(envelope)
@@ -121,6 +152,7 @@ class Producer:
             self._start_queued(now_ns)
 
     def on_deadline(self, now_ns: int) -> None:
+        self._expiries.fire(now_ns)
         self._deadlines.fire(now_ns)
         self._start_queued(now_ns)
 
@@ -143,56 +175,99 @@ class Producer:
         """From now on nothing can be read from this worker's memory."""
         self._writes.shutdown()
 
+    def tasks(self) -> dict[str, int]:
+        """What runs on vLLM's sender loop, by name: its idle tasks, its listener, and waits for requests."""
+        names: Counter[str] = Counter()
+        if not self._is_deaf:
+            names["_sender_worker"] = self._config.num_sender_tasks
+            names["_mooncake_sender_listener"] = 1
+        waits = [entry for service in self._services for entry in service.pending.values()]
+        names["wait_and_ret"] = sum(not entry.is_over for entry in (*waits, *self._orphans))
+        return dict(+names)
+
+    def _on_stray(self, envelope: Envelope) -> None:
+        """A message that no consumer of Mooncake's sends. The listener takes two frames, the identity among them."""
+        self.num_stray_messages += 1
+        frames: tuple[bytes, ...] = envelope.payload
+        if len(frames) == 1:
+            self._queue.append(replace(envelope, kind=PULL_REQUEST, payload=frames[0]))
+        elif not self._survives_strays and not self._is_deaf:
+            self._line(log.ERROR, log.LISTENER_DIED, "too many values to unpack (expected 2)")
+            self._is_deaf = True
+            for service in list(self._services):
+                self._orphans += service.pending.values()
+                self._end_service(service)
+
     # -- what the scheduler says --------------------------------------------------------------------------
 
     def record_send_reqs(self, metadata: MooncakeConnectorMetadata, now_ns: int) -> None:
         """Take the step's metadata. What vLLM does not expect ends it there, unheard: the rest is lost."""
         woken: dict[Service, None] = {}
         for p_req_id, (transfer_id, block_ids) in metadata.reqs_to_send.items():
-            entry = self.entries.get(transfer_id)
             if not block_ids:
-                self._announce(p_req_id, transfer_id, entry)
-            elif entry is not None:
-                self._make_ready(entry, p_req_id, block_ids, now_ns)
-                woken.update(entry.waiters)
-            else:
+                self._announce(p_req_id, transfer_id)
+            elif not self._finish(p_req_id, transfer_id, block_ids, woken, now_ns):
                 break
         else:
             self._drop(metadata.reqs_not_processed, woken)
-        self._wake(woken, now_ns)
-        self._start_queued(now_ns)
+        for service in woken:
+            if service.wake is None:
+                service.wake = self._deadlines.at(now_ns, self._on_woken, service)
 
-    def _announce(self, p_req_id: str, transfer_id: str, entry: SendBlockMeta | None) -> None:
+    def _announce(self, p_req_id: str, transfer_id: str) -> None:
         self._gone.pop(transfer_id, None)
+        entry = self.entries.get(transfer_id)
         if entry is None:
-            self.entries[transfer_id] = SendBlockMeta(p_req_id, transfer_id, announced=True)
-        else:
-            entry.announced = True
+            self.entries[transfer_id] = SendBlockMeta(p_req_id, transfer_id, announced_by=p_req_id)
+        elif entry.announced_by is None:
+            entry.announced_by = p_req_id
+
+    def _finish(
+        self, p_req_id: str, transfer_id: str, block_ids: list[list[int]], woken: dict[Service, None], now_ns: int
+    ) -> bool:
+        """The request's blocks are there to be sent. False: nobody knows the transfer, and the step's rest is lost."""
+        entry = self.entries.get(transfer_id)
+        if self._accepts_unknown:
+            if entry is None:
+                self._gone.pop(transfer_id, None)
+                entry = self.entries[transfer_id] = SendBlockMeta(p_req_id, transfer_id)
+            elif entry.owner not in ("", p_req_id):
+                # Two requests with one transfer id: consumers will get the first one's blocks.
+                self._finished_sending[p_req_id] = None
+                return True
+        if entry is None:
+            return False
+        self._make_ready(entry, p_req_id, block_ids, now_ns)
+        woken.update(entry.waiters)
+        return True
 
     def _make_ready(self, entry: SendBlockMeta, p_req_id: str, block_ids: list[list[int]], now_ns: int) -> None:
         entry.p_req_id = p_req_id
         entry.local_block_ids = block_ids
         entry.ready = True
-        self._deadlines.cancel(entry.expiry)
+        self._expiries.cancel(entry.expiry)
         self._overdue.pop(entry.transfer_id, None)
         # A poll frees what expired before it, not what expires in that very instant.
-        entry.expiry = self._deadlines.at(now_ns + self._abort_timeout_ns + 1, self._on_overdue, entry)
+        entry.expiry = self._expiries.at(now_ns + self._abort_timeout_ns + 1, self._on_overdue, entry)
 
     def _drop(self, transfer_ids: Iterable[str], woken: dict[Service, None]) -> None:
         for transfer_id in transfer_ids:
-            entry = self._remove(transfer_id)
+            entry = self.entries.get(transfer_id)
+            if self._accepts_unknown and entry is not None and entry.ready:
+                continue  # another request's
+            self._remove(transfer_id)
+            if not self._accepts_unknown and (entry is None or entry.ready):
+                return
             if self._answers_drops:
                 self._remember_gone(transfer_id)
                 if entry is not None:
                     entry.dropped = True
                     woken.update(entry.waiters)
-            elif entry is None or entry.ready:
-                return
 
     def _remove(self, transfer_id: str) -> SendBlockMeta | None:
         entry = self.entries.pop(transfer_id, None)
         if entry is not None:
-            self._deadlines.cancel(entry.expiry)
+            self._expiries.cancel(entry.expiry)
             self._overdue.pop(transfer_id, None)
         return entry
 
@@ -206,6 +281,7 @@ class Producer:
     def take_finished(self, now_ns: int) -> list[str]:
         """Requests whose blocks may be freed: sent, or never asked for in time."""
         finished = self._finished_sending
+        self._expiries.fire(now_ns)
         if self._overdue:
             for entry in [entry for entry in self._overdue.values() if entry.sending == 0]:
                 self._expire(entry, now_ns)
@@ -221,6 +297,7 @@ class Producer:
         if self._answers_drops:
             self._remember_gone(entry.transfer_id)
         self._stats.num_kv_expired_reqs += 1
+        self._line(log.WARNING, log.EXPIRED, entry.p_req_id, self._config.abort_request_timeout)
         self._sink.emit(
             Event(
                 "send.expired",
@@ -236,58 +313,57 @@ class Producer:
     # -- servicing pulls ----------------------------------------------------------------------------------
 
     def _start_queued(self, now_ns: int) -> None:
-        while self._queue and len(self._services) < self._config.num_sender_tasks:
+        while self._queue and len(self._services) < self._config.num_sender_tasks and not self._is_deaf:
             self._start_service(self._queue.popleft(), now_ns)
 
     def _start_service(self, envelope: Envelope, now_ns: int) -> None:
-        unanswered = dict.fromkeys(envelope.request_ids)
         try:
             pull = _pull_of(envelope.payload)
             remote_ranks = target_ranks(self._ranks.tp_rank, self._ranks.tp_size, pull.remote_tp_size)
-        except (msgspec.MsgspecError, ValueError) as error:
+            plan = self._plan_for(pull, remote_ranks)
+        except LayoutMissError as miss:
+            self._refuse(envelope, _LAYOUT_MISS, str(miss))
+        except MisfitError as misfit:
+            self._refuse(envelope, _ERROR, str(misfit))
+        except (msgspec.MsgspecError, ValueError, ZeroDivisionError, BrokenPlanError) as error:
+            self._line(log.ERROR, log.PULL_BROKE, str(error))
             self._refuse(envelope, _ERROR, str(error))
-            return
-        refusal = self._refusal(pull, remote_ranks)
-        if refusal is not None:
-            self._refuse(envelope, *refusal)
-            return
+        else:
+            self._serve(envelope, pull, plan, remote_ranks, now_ns)
+
+    def _plan_for(self, pull: MooncakeXferMetadata, remote_ranks: list[int]) -> TransferPlan:
+        """What to copy for this pull. Raises what the consumer is told instead."""
+        ranks = self._ranks
+        problem = None
+        if pull.remote_tp_rank not in remote_ranks:
+            problem = (
+                f"This D tp_rank {pull.remote_tp_rank} is not paired with P tp_rank {ranks.tp_rank}; "
+                f"expected one of {remote_ranks}."
+            )
+        elif self.layouts.refuses_stages(pull):
+            problem = (
+                "Mooncake non-page-contiguous packed regions keep only the first layer name, so they cannot be "
+                f"aligned across PP sizes {ranks.pp_size} and {pull.remote_pp_size}."
+            )
+        if problem is not None:
+            self._line(log.ERROR, problem)
+            raise MisfitError(problem)
+        return self.layouts.plan_for(pull)
+
+    def _serve(
+        self, envelope: Envelope, pull: MooncakeXferMetadata, plan: TransferPlan, remote_ranks: list[int], now_ns: int
+    ) -> None:
         pending = {
             d_req_id: self._entry_for_pull(transfer_id) for d_req_id, (transfer_id, _) in pull.req_blocks.items()
         }
         if not pending:
             return  # vLLM answers nothing
-        service = Service(envelope, pull, pending, self._num_expected(pull, remote_ranks), unanswered)
+        service = Service(envelope, pull, plan, pending, remote_ranks, dict.fromkeys(envelope.request_ids))
         self._services[service] = None
         for entry in pending.values():
             if not entry.is_over:
                 entry.waiters[service] = None
         self._advance(service, now_ns)
-
-    def _refusal(
-        self, pull: MooncakeXferMetadata, remote_ranks: list[int]
-    ) -> tuple[MooncakeXferResponseStatus, str] | None:
-        if pull.remote_tp_rank not in remote_ranks:
-            return _ERROR, (
-                f"This D tp_rank {pull.remote_tp_rank} is not paired with P tp_rank {self._ranks.tp_rank}; "
-                f"expected one of {remote_ranks}."
-            )
-        if pull.layout_id and not pull.kv_caches_base_addr:
-            if self._peer_layouts.knows(pull):
-                return None
-            return _LAYOUT_MISS, (
-                f"Mooncake KV layout {pull.layout_id:#x} from {pull.remote_hostname}:{pull.remote_port} is not cached."
-            )
-        problem = misfit(self._layout.regions, pull)
-        if problem is not None:
-            return _ERROR, problem
-        self._peer_layouts.remember(pull)
-        return None
-
-    def _num_expected(self, pull: MooncakeXferMetadata, remote_ranks: list[int]) -> int:
-        """Consumer ranks that will ask this rank for each request."""
-        if pull.remote_pp_size > 1 and pull.remote_pp_size != self._ranks.pp_size:
-            return len(remote_ranks) * pull.remote_pp_size
-        return len(remote_ranks)
 
     def _entry_for_pull(self, transfer_id: str) -> SendBlockMeta:
         entry = self.entries.get(transfer_id)
@@ -299,10 +375,10 @@ class Producer:
                 self.entries[transfer_id] = entry
         return entry
 
-    def _wake(self, services: Iterable[Service], now_ns: int) -> None:
-        for service in services:
-            if service.write is None and service in self._services:
-                self._advance(service, now_ns)
+    def _on_woken(self, service: Service, now_ns: int) -> None:
+        service.wake = None
+        if service.write is None and service in self._services:
+            self._advance(service, now_ns)
 
     def _advance(self, service: Service, now_ns: int) -> None:
         """Start to write what is ready, or wait for something to be."""
@@ -315,8 +391,11 @@ class Producer:
             service.deadline = self._deadlines.at(now_ns + self._abort_timeout_ns, self._on_never_ready, service)
 
     def _on_never_ready(self, service: Service, now_ns: int) -> None:
+        if service.wake is not None:
+            return  # something has become ready at this very instant
         pending = service.pending
         service.pending = {}
+        self._line(log.WARNING, log.NOT_READY, list(pending))
         self._reply(
             service,
             MooncakeXferResponse(
@@ -331,8 +410,7 @@ class Producer:
 
     def _start_batch(self, service: Service, batch: list[tuple[str, SendBlockMeta]], now_ns: int) -> None:
         envelope = service.envelope
-        conversation = f"{envelope.conversation}/write{service.num_writes}"
-        write = Write(service, conversation)
+        write = Write(service, f"{envelope.conversation}/write{service.num_writes}")
         service.num_writes += 1
         for d_req_id, entry in batch:
             del service.pending[d_req_id]
@@ -341,19 +419,38 @@ class Producer:
                 write.fail(d_req_id, DROPPED)
             elif entry.transfer_id in self.entries:
                 entry.sending += 1
-                entry.need_send = entry.need_send or service.num_remote_ranks
+                if not entry.need_send:
+                    self._resolve_need_send(entry, service)
                 write.batch.append((d_req_id, entry))
-            # else it expired while something else was written: it is in neither list of the reply
+            else:
+                # It expired while something else was written: it is in neither list of the reply.
+                self._line(log.WARNING, log.EXPIRED_BEFORE_SENDING, d_req_id)
         write.is_last = not service.pending
         service.write = write
-        plan_copies(write, service.pull, self._page_bytes)
+        try:
+            self._planner.plan(write)
+        except BrokenPlanError as error:
+            self._break(write, str(error), now_ns)
+            return
         if write.segments:
             self._writes.start(write, now_ns)
         else:
             self._end_batch(write, now_ns)
 
+    def _resolve_need_send(self, entry: SendBlockMeta, service: Service) -> None:
+        """How many consumer ranks will ask this rank for the request; the first of them tells."""
+        entry.need_send = len(service.remote_ranks)
+        remote_pp_size = service.pull.remote_pp_size
+        if remote_pp_size > 1 and remote_pp_size != self._ranks.pp_size:
+            entry.need_send *= remote_pp_size
+        if self._log is not None and self._log.debug:
+            self._line(log.DEBUG, log.SERVED_BY, entry.transfer_id, entry.need_send, service.remote_ranks)
+
     def _end_batch(self, write: Write, now_ns: int) -> None:
         """The engine has returned, or had nothing to do."""
+        service = write.service
+        if service not in self._services:
+            return  # its task is gone: nothing is counted, nobody is told
         failed = set(write.err_reqs)
         ok_reqs: list[str] = []
         for d_req_id, entry in write.batch:
@@ -364,7 +461,6 @@ class Producer:
             elif not self._fences:
                 continue
             self._complete(entry)
-        service = write.service
         service.write = None
         self._reply(
             service,
@@ -381,6 +477,25 @@ class Producer:
         else:
             self._advance(service, now_ns)
 
+    def _break(self, write: Write, reason: str, now_ns: int) -> None:
+        """An exception in the middle of the service ends it. vLLM then counts its transfers as being sent for ever."""
+        service = write.service
+        if service not in self._services:
+            return
+        self._line(log.ERROR, log.PULL_BROKE, reason)
+        pending, service.pending = service.pending, {}
+        self._reply(service, MooncakeXferResponse(_ERROR, err_msg=reason))
+        if self._settles_broken:
+            for _, entry in write.batch:
+                entry.sending -= 1
+                self._complete(entry)
+            self._give_up(service, pending)
+        else:
+            self._orphans += pending.values()
+            for entry in pending.values():
+                entry.waiters.pop(service, None)
+        self._end_service(service)
+
     def _complete(self, entry: SendBlockMeta) -> None:
         """Let go of a transfer that every consumer rank has. With fences, not while another write reads it still."""
         if self._fences:
@@ -393,13 +508,14 @@ class Producer:
 
     def _end_service(self, service: Service) -> None:
         self._deadlines.cancel(service.deadline)
+        self._deadlines.cancel(service.wake)
         self._services.pop(service, None)
 
     def _give_up(self, service: Service, pending: dict[str, SendBlockMeta]) -> None:
         """Stop to wait for these. What only waiting pulls had made goes with the last of them, or never."""
         for entry in pending.values():
             entry.waiters.pop(service, None)
-            if self._expires_placeholders and not (entry.announced or entry.is_over or entry.waiters):
+            if self._expires_placeholders and not (entry.announced_by or entry.is_over or entry.waiters):
                 self._remove(entry.transfer_id)
 
     def _on_consumer_gone(self, envelope: Envelope) -> None:
@@ -415,6 +531,10 @@ class Producer:
                     service.write.is_last = True
         self._queue = deque(asked for asked in self._queue if (asked.conversation, asked.attempt) != gone)
 
+    def _line(self, level: str, template: str, *arguments: object) -> None:
+        if self._log is not None:
+            self._log(log.SENDER, level, template, *arguments)
+
     # -- replies ------------------------------------------------------------------------------------------
 
     def _refuse(self, envelope: Envelope, status: MooncakeXferResponseStatus, reason: str) -> None:
@@ -424,10 +544,10 @@ class Producer:
     def _reply(self, service: Service, response: MooncakeXferResponse) -> None:
         """Answer. The last answer concerns every request that none has named."""
         unanswered = service.unanswered
-        if response.status is _FINISH:
-            covered = tuple(unanswered)
-        else:
+        if response.status is _CONTINUE:
             covered = (*(response.ok_reqs or ()), *(response.err_reqs or ()))
+        else:
+            covered = tuple(unanswered)
         for d_req_id in covered:
             unanswered.pop(d_req_id, None)
         transfers = service.pull.req_blocks

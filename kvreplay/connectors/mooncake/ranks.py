@@ -18,16 +18,44 @@ class Ranks:
         """Its number within its engine."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
+    @property
+    def num_ranks(self) -> int:
+        return self.tp_size * self.pp_size
+
+
+def all_ranks(tp_size: int, pp_size: int, dp_rank: int = 0) -> list[Ranks]:
+    """The workers of one engine, by their number."""
+    return [
+        Ranks(tp_rank=tp_rank, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size, dp_rank=dp_rank)
+        for pp_rank in range(pp_size)
+        for tp_rank in range(tp_size)
+    ]
+
+
+def tp_ratio(own_size: int, peer_size: int) -> int:
+    """Own ranks for each of the peer's; negative: the peer's for each own (vLLM: TransferTopology.tp_ratio).
+
+    Raises ValueError, with vLLM's words, if the sizes do not divide, and ZeroDivisionError as it would.
+    """
+    if own_size >= peer_size:
+        if own_size % peer_size:
+            raise ValueError(
+                f"Local tensor parallel size {own_size} is not divisible by remote tensor parallel size {peer_size}."
+            )
+        return own_size // peer_size
+    if peer_size % own_size:
+        raise ValueError(
+            f"Remote tensor parallel size {peer_size} is not divisible by local tensor parallel size {own_size}."
+        )
+    return -(peer_size // own_size)
+
 
 def target_ranks(own_rank: int, own_size: int, peer_size: int) -> list[int]:
     """The peer's tensor-parallel ranks that one rank talks to; both sides use the same rule.
 
-    Raises ValueError if the sizes do not divide.
+    Raises as `tp_ratio` does.
     """
-    larger, smaller = max(own_size, peer_size), min(own_size, peer_size)
-    if smaller <= 0 or larger % smaller:
-        raise ValueError(f"tensor parallel sizes {own_size} and {peer_size} do not divide")
-    if own_size >= peer_size:
-        return [own_rank // (own_size // peer_size)]
-    ratio = peer_size // own_size
-    return [own_rank * ratio + place for place in range(ratio)]
+    ratio = tp_ratio(own_size, peer_size)
+    if ratio > 0:
+        return [own_rank // ratio]
+    return [own_rank * -ratio + place for place in range(-ratio)]

@@ -4,14 +4,19 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from kvreplay.behaviour import Behaviour
+from kvreplay.connectors.mooncake import log
+from kvreplay.connectors.mooncake.log import LogSink
 from kvreplay.connectors.mooncake.structs import MooncakeConnectorMetadata, PullReqMeta
 from kvreplay.engine.connector import KVConnectorOutput, RequestBlocks
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.errors import EngineFatal
-from kvreplay.kv.specs import FULL, KVCacheGroupSpec
+from kvreplay.kv.specs import KVCacheGroupSpec
 
 PULL_PARAMETERS: Final = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 """Without any of these in `kv_transfer_params` there is nobody to pull from."""
+
+STATES: Final = "mamba"
+"""The kind of a KV cache group of Mamba states."""
 
 _Blocks = list[list[int]]
 
@@ -19,19 +24,29 @@ _Blocks = list[list[int]]
 class MooncakeScheduler:
     """One engine's. With role `kv_both` it is neither producer nor consumer only, and does both.
 
-    It changes `kv_transfer_params`, as vLLM does: `do_remote_prefill` is cleared when it has been acted upon.
+    It changes `kv_transfer_params`, as vLLM does: `do_remote_prefill` is cleared when it has been acted upon. A model
+    with states needs the one before the last token: the producer leaves that token out, the consumer computes it.
     """
 
     lookup_is_pure = True
 
-    def __init__(self, role: str, groups: Sequence[KVCacheGroupSpec], behaviour: Behaviour) -> None:
+    def __init__(
+        self,
+        role: str,
+        groups: Sequence[KVCacheGroupSpec],
+        behaviour: Behaviour,
+        log_line: LogSink | None = None,
+    ) -> None:
         self.is_kv_producer = role == "kv_producer"
         self.is_kv_consumer = role == "kv_consumer"
         self.requires_kv_delivery = not self.is_kv_consumer
         self.num_invalid_params = 0
         """Requests that lacked parameters, for which vLLM logs a warning."""
+        self._log = log_line
         self._window_blocks = _window_blocks(groups)
+        self._has_states = any(group.kind == STATES for group in groups)
         self._prefills_without_params = behaviour["mooncake_missing_params"] == "prefill"
+        self._ignores_misrouted = behaviour["mooncake_role_mismatch"] == "ignore"
         self._sent_statuses = {RequestStatus.FINISHED_LENGTH_CAPPED}
         if behaviour["mooncake_stop_token"] == "send":
             self._sent_statuses.add(RequestStatus.FINISHED_STOPPED)
@@ -40,21 +55,35 @@ class MooncakeScheduler:
         self._reqs_not_processed: dict[str, None] = {}
 
     def on_new_request(self, request: Request) -> None:
-        pass
+        params = request.kv_transfer_params
+        if not params:
+            return
+        if self._ignores_misrouted:
+            if self.is_kv_producer:
+                params.pop("do_remote_prefill", None)
+            if self.is_kv_consumer:
+                params.pop("do_remote_decode", None)
+        if params.get("do_remote_decode") and self._has_states:
+            _leave_last_token_out(request, params)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         params = request.kv_transfer_params
+        self._debug(log.LOOKUP, num_computed_tokens, params)
         if not params or not params.get("do_remote_prefill"):
             return 0, False
         _engine_asserts(not self.is_kv_producer)
         if self._prefills_without_params and not _has_pull_parameters(params):
             return 0, False
+        num_tokens = request.num_prompt_tokens
+        if self._has_states and num_tokens > 1:
+            num_tokens -= 1
         # Not rounded to blocks: the last one is pulled too, however full it is.
-        num_tokens = request.num_prompt_tokens - num_computed_tokens
+        num_tokens -= num_computed_tokens
         return (num_tokens, True) if num_tokens > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Request, blocks: RequestBlocks, num_external_tokens: int) -> None:
         params = request.kv_transfer_params
+        self._debug(log.AFTER_ALLOC, request.request_id, num_external_tokens, params)
         if not params:
             return
         if params.get("do_remote_prefill"):
@@ -63,14 +92,23 @@ class MooncakeScheduler:
                 unhashed = blocks.get_unhashed_block_ids_all_groups() if num_external_tokens > 0 else ()
                 self._reqs_need_recv[request.request_id] = (request, self._clip(unhashed))
             else:
-                self.num_invalid_params += 1
+                self._refuse_params(log.INVALID_PARAMS, dict(params))
             params["do_remote_prefill"] = False
         elif params.get("do_remote_decode"):
             _engine_asserts(not self.is_kv_consumer)
             if params.get("transfer_id"):
                 self._reqs_need_send[request.request_id] = (request, [])
             else:
-                self.num_invalid_params += 1
+                self._refuse_params(log.NO_TRANSFER_ID)
+
+    def _refuse_params(self, template: str, *arguments: object) -> None:
+        self.num_invalid_params += 1
+        if self._log is not None:
+            self._log(log.MAIN, log.WARNING, template, *arguments)
+
+    def _debug(self, template: str, *arguments: object) -> None:
+        if self._log is not None and self._log.debug:
+            self._log(log.MAIN, log.DEBUG, template, *arguments)
 
     def build_connector_meta(self) -> MooncakeConnectorMetadata | None:
         if not (self._reqs_need_recv or self._reqs_need_send or self._reqs_not_processed):
@@ -98,6 +136,7 @@ class MooncakeScheduler:
 
     def request_finished(self, request: Request, blocks: RequestBlocks) -> bool:
         params = request.kv_transfer_params
+        self._debug(log.FINISHED, request.request_id, int(request.status), params)
         if not params or not params.get("transfer_id"):
             return False
         if params.get("do_remote_prefill"):
@@ -133,20 +172,32 @@ class MooncakeScheduler:
         """Of a sliding-window group only the window's blocks, and one for the overlap, are worth moving."""
         if len(block_ids) == 0:
             return []
+        if len(block_ids) < len(self._window_blocks):
+            raise EngineFatal("IndexError", "tuple index out of range")
         return [
             list(of_group if num_blocks is None else of_group[-num_blocks:])
-            for of_group, num_blocks in zip(block_ids, self._window_blocks, strict=True)
+            for of_group, num_blocks in zip(block_ids, self._window_blocks, strict=False)
         ]
 
 
 def _window_blocks(groups: Sequence[KVCacheGroupSpec]) -> list[int | None]:
     counts: list[int | None] = []
     for group in groups:
-        if group.kind == FULL or group.sliding_window is None:
+        if group.sliding_window is None:
             counts.append(None)
         else:
             counts.append(-(-group.sliding_window // group.block_size) + 1)
     return counts
+
+
+def _leave_last_token_out(request: Request, params: dict[str, Any]) -> None:
+    """So that the producer ends in the state before it; once, however often the request is taken up again."""
+    if params.get("_p_side_truncated") or request.num_prompt_tokens <= 1 or request.skip_reading_prefix_cache:
+        return
+    request.num_prompt_tokens -= 1
+    request.num_tokens -= 1
+    request.max_tokens = 1
+    params["_p_side_truncated"] = True
 
 
 def _has_pull_parameters(params: dict[str, Any]) -> bool:

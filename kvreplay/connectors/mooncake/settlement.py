@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
+from kvreplay.connectors.mooncake import log
+from kvreplay.connectors.mooncake.log import LogSink
 from kvreplay.connectors.mooncake.stats import MooncakeStats
 from kvreplay.connectors.mooncake.structs import MooncakeXferResponse, PullReqMeta
 from kvreplay.engine.connector import KVConnectorOutput
-from kvreplay.kv.memory import BlockIds
 from kvreplay.transport.machine import Deadline
 
 OMITTED: Final = "peer finished without reporting a transfer result"
@@ -26,7 +27,6 @@ class Pull:
         "open",
         "peer",
         "peer_index",
-        "received",
     )
 
     def __init__(
@@ -50,8 +50,6 @@ class Pull:
         self.num_peers = num_peers
         self.attempt = 0
         self.include_layout = True
-        self.received: dict[tuple[str, int], list[BlockIds]] = {}
-        """(request, group) → blocks written with the right checksum; kept only where that is looked at."""
         self.deadline: Deadline | None = None
 
 
@@ -104,10 +102,13 @@ class Settlement(Protocol):
 class SilentSettlement:
     """Before #50984: a failure is logged, and its request waits for ever."""
 
-    def __init__(self, reports: Reports, stats: MooncakeStats, settled: Settled) -> None:
+    def __init__(
+        self, reports: Reports, stats: MooncakeStats, settled: Settled, log_line: LogSink | None = None
+    ) -> None:
         self._reports = reports
         self._stats = stats
         self._settled = settled
+        self._log = log_line
 
     def reply(self, pull: Pull, response: MooncakeXferResponse) -> None:
         for req_id in response.ok_reqs or ():
@@ -123,8 +124,10 @@ class SilentSettlement:
         pass
 
     def fail(self, pull: Pull, req_ids: Iterable[str], reason: str, block_ids: Sequence[int] | None = None) -> None:
-        for req_id in req_ids:
+        failed = list(req_ids)
+        for req_id in failed:
             self._settled(pull, req_id, reason)
+        _log_failed(self._log, failed, reason)
 
     def fail_all(self, pull: Pull, reason: str) -> None:
         if pull.num_peers:
@@ -139,10 +142,13 @@ class ReportSettlement:
     stranded as before.
     """
 
-    def __init__(self, reports: Reports, stats: MooncakeStats, settled: Settled) -> None:
+    def __init__(
+        self, reports: Reports, stats: MooncakeStats, settled: Settled, log_line: LogSink | None = None
+    ) -> None:
         self._reports = reports
         self._stats = stats
         self._settled = settled
+        self._log = log_line
 
     def reply(self, pull: Pull, response: MooncakeXferResponse) -> None:
         if response.err_reqs:
@@ -159,6 +165,7 @@ class ReportSettlement:
         pass
 
     def fail(self, pull: Pull, req_ids: Iterable[str], reason: str, block_ids: Sequence[int] | None = None) -> None:
+        failed: list[str] = []
         for req_id in req_ids:
             meta = pull.metas.get(req_id)
             if meta is None:
@@ -167,11 +174,13 @@ class ReportSettlement:
             if meta.failed:
                 continue
             meta.failed = True
+            failed.append(req_id)
             self._stats.num_failed_recvs += 1
             if meta.has_blocks:
                 invalid = meta.all_block_ids if block_ids is None else block_ids
                 self._reports.invalid_block_ids.update(dict.fromkeys(invalid))
                 self._reports.finished_recving[req_id] = None
+        _log_failed(self._log, failed, reason)
 
     def fail_all(self, pull: Pull, reason: str) -> None:
         self.fail(pull, pull.metas, reason)
@@ -184,10 +193,19 @@ class SettleSettlement:
     groups reports the request, one with a single group its blocks. Nothing is reported of a pull without blocks.
     """
 
-    def __init__(self, reports: Reports, stats: MooncakeStats, settled: Settled, *, reports_requests: bool) -> None:
+    def __init__(
+        self,
+        reports: Reports,
+        stats: MooncakeStats,
+        settled: Settled,
+        log_line: LogSink | None = None,
+        *,
+        reports_requests: bool,
+    ) -> None:
         self._reports = reports
         self._stats = stats
         self._settled = settled
+        self._log = log_line
         self._reports_requests = reports_requests
 
     def reply(self, pull: Pull, response: MooncakeXferResponse) -> None:
@@ -202,6 +220,7 @@ class SettleSettlement:
         self.fail(pull, list(pull.open), OMITTED)
 
     def fail(self, pull: Pull, req_ids: Iterable[str], reason: str, block_ids: Sequence[int] | None = None) -> None:
+        failed: list[str] = []
         for req_id in req_ids:
             if req_id not in pull.open:
                 continue
@@ -209,10 +228,12 @@ class SettleSettlement:
             meta = pull.metas[req_id]
             if not meta.failed:
                 meta.failed = True
+                failed.append(req_id)
                 self._stats.num_failed_recvs += 1
                 if meta.has_blocks:
                     self._report_failure(meta, block_ids)
             self._complete(meta)
+        _log_failed(self._log, failed, reason)
 
     def fail_all(self, pull: Pull, reason: str) -> None:
         self.fail(pull, list(pull.open), reason)
@@ -231,13 +252,24 @@ class SettleSettlement:
             self._reports.finished_recving[meta.d_req_id] = None
 
 
+def _log_failed(log_line: LogSink | None, req_ids: list[str], reason: str) -> None:
+    if req_ids and log_line is not None:
+        log_line(log.RECEIVER, log.ERROR, log.PULL_FAILED, req_ids, reason)
+
+
 def make_settlement(
-    generation: str, reports: Reports, stats: MooncakeStats, settled: Settled, *, num_groups: int
+    generation: str,
+    reports: Reports,
+    stats: MooncakeStats,
+    settled: Settled,
+    log_line: LogSink | None = None,
+    *,
+    num_groups: int,
 ) -> Settlement:
     """The settlement for a value of the switch `mooncake_failure`."""
     if generation == "silent":
-        return SilentSettlement(reports, stats, settled)
+        return SilentSettlement(reports, stats, settled, log_line)
     if generation == "report":
-        return ReportSettlement(reports, stats, settled)
+        return ReportSettlement(reports, stats, settled, log_line)
     assert generation == "settle", generation
-    return SettleSettlement(reports, stats, settled, reports_requests=num_groups > 1)
+    return SettleSettlement(reports, stats, settled, log_line, reports_requests=num_groups > 1)

@@ -4,16 +4,20 @@ Wire structures have vLLM's names, fields and bytes (msgpack maps, default value
 travel as structs; over a socket, or where a fault has made bytes of them, they are encoded.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Final, NamedTuple
+from itertools import islice
+from typing import Final
 
 import msgspec
 
-from kvreplay.kv.content import WordArray
-from kvreplay.kv.memory import BlockIds
+from kvreplay.connectors.mooncake.coverage import Coverage
+from kvreplay.connectors.mooncake.memory import Contents
+from kvreplay.connectors.mooncake.plan import NOTHING, Piece, TransferPlan, WriteSegment
 
+STRAY_FRAMES: Final = "stray.frames"
+"""Kind of a message to a producer's socket that is no pull; its payload is its frames, without the identity."""
 CONNECTION_CLOSED: Final = "connection.closed"
 """Kind of the notice that the peer of an open pull is gone. No fault acts on it; only `pull_wait=bounded` hears it."""
 
@@ -128,26 +132,16 @@ class BootstrapAnswer:
 # -- engine write -----------------------------------------------------------------------------------------
 
 
-class WriteSegment(NamedTuple):
-    """The blocks of one request in one KV cache group: source i goes to destination i."""
-
-    request_id: str
-    """The consumer's request."""
-    transfer_id: str
-    group: int
-    source_block_ids: BlockIds
-    block_ids: BlockIds
-
-
-SourceReader = Callable[[int, BlockIds], WordArray | None]
-"""(group, block ids) → the producer's words at this moment; None: the producer has taken the write back, or died."""
+SourceReader = Callable[[Piece], Contents | None]
+"""The producer's bytes of these blocks at this moment; None: the producer has taken the write back, or died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteData:
     """One engine call: every block of one batch of a pull. Sources are read when it is delivered.
 
-    Blocks are numbered through the segments in their order; `Corruption.block` is such a number.
+    Blocks are numbered through the segments in their order; `Corruption.block` is such a number. A write is not
+    atomic: its bytes may land in several deliveries, of which one is also the return of the call.
     """
 
     session: str
@@ -160,6 +154,13 @@ class WriteData:
     segments: tuple[WriteSegment, ...]
     num_blocks: int
     read: SourceReader
+    plan: TransferPlan = NOTHING
+    lands: slice | None = None
+    """Which of its descriptors this delivery carries out; None: all, unless the call's result is forced to fail."""
+    returns: bool = True
+    """Whether the call returns with this delivery."""
+    raises: str | None = None
+    """What the engine call raises instead of returning."""
 
     def blocks_of(self, *, request_id: str | None = None, group: int | None = None) -> list[int]:
         """The numbers of the blocks of one request, one group, or both."""
@@ -172,13 +173,25 @@ class WriteData:
             start = end
         return numbers
 
+    @property
+    def num_descriptors(self) -> int:
+        return self.plan.num_descriptors(self.segments)
+
+    def landing(self) -> Iterator[tuple[WriteSegment, Piece]]:
+        """What this delivery copies, for whom."""
+        if self.lands is None:
+            return self.plan.pieces(self.segments)
+        start, stop, _ = self.lands.indices(self.num_descriptors)
+        return islice(self.plan.descriptors(self.segments), start, stop)
+
 
 @dataclass(frozen=True, slots=True)
 class WriteDone:
-    """What an engine call returned: 0, or -1 (any other number only by a fault)."""
+    """What an engine call returned: 0, or -1 (any other number only by a fault); or what it raised."""
 
     write_id: int
     ret: int
+    raised: str | None = None
 
 
 # -- metadata: scheduler half → worker half, within one instance ------------------------------------------
@@ -198,6 +211,8 @@ class PullReqMeta:
     """Peers that have not settled it yet."""
     failed: bool = False
     """Some peer failed; a success of another does not clear it."""
+    coverage: Coverage | None = None
+    """What has been received; kept only where that is looked at."""
 
     @property
     def has_blocks(self) -> bool:

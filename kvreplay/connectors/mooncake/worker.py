@@ -1,18 +1,26 @@
 """One rank's half of the Mooncake connector, on the event loop and the bus."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvreplay.behaviour import Behaviour
+from kvreplay.connectors.mooncake import log
 from kvreplay.connectors.mooncake.addresses import SCHEME, bootstrap_address
 from kvreplay.connectors.mooncake.bootstrap import BootstrapServer
 from kvreplay.connectors.mooncake.config import MooncakeConfig
 from kvreplay.connectors.mooncake.consumer import Consumer
 from kvreplay.connectors.mooncake.identity import WorkerIdentity
-from kvreplay.connectors.mooncake.layout import KVLayout, layout_of
+from kvreplay.connectors.mooncake.layout import KVLayout
+from kvreplay.connectors.mooncake.log import LogSink
+from kvreplay.connectors.mooncake.memory import RankMemory, RowMemory
+from kvreplay.connectors.mooncake.plan import HeadLayout
 from kvreplay.connectors.mooncake.producer import Producer
+from kvreplay.connectors.mooncake.scheduler import STATES
+from kvreplay.connectors.mooncake.sharding import Sharding
 from kvreplay.connectors.mooncake.stats import MooncakeStats
 from kvreplay.connectors.mooncake.structs import (
     CONNECTION_CLOSED,
+    STRAY_FRAMES,
     MooncakeConnectorMetadata,
     MooncakeXferMetadata,
     MooncakeXferResponse,
@@ -27,15 +35,41 @@ from kvreplay.kv.memory import KVMemory
 from kvreplay.kv.specs import KVCacheGroupSpec
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.envelope import BOOTSTRAP_ANSWER, PULL_REPLY, PULL_REQUEST, WRITE_DATA, WRITE_DONE, Envelope
+from kvreplay.transport.undelivered import Undelivered
 from kvreplay.transport.virtual import VirtualDriver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredMemory:
+    """A rank's KV memory as its transfer engine knows it.
+
+    `kernel_ratio`: into how many blocks of the memory an attention block is cut.
+    """
+
+    contents: RankMemory
+    layout: KVLayout
+    heads: HeadLayout
+    kernel_ratio: int = 1
+
+
+def register_rows(
+    memory: KVMemory, groups: Sequence[KVCacheGroupSpec], identity: WorkerIdentity, sharding: Sharding | None = None
+) -> RegisteredMemory:
+    """One region per KV cache group and stage, in rows of words that all ranks of the engine share."""
+    sharding = sharding or Sharding()
+    return RegisteredMemory(
+        contents=RowMemory(memory, sharding.columns(groups, identity.ranks)),
+        layout=sharding.layout(groups, identity.engine_id, identity.ranks),
+        heads=sharding.heads,
+    )
 
 
 class MooncakeWorker:
     """Both halves that its role has, and on the first rank of a producer the bootstrap server.
 
     `on_report` is called when `get_finished` would return something, so that a parked instance can wake; also from
-    within `start_load_kv`. `bootstrap`: a server that runs already, None to start one. `layout`: registered memory,
-    None for one region per KV cache group. `encodes_messages`: send pulls and replies as the bytes of a socket.
+    within `start_load_kv`. `bootstrap`: a server that runs already, None to start one; `registers` False: somebody
+    else registers this worker. `encodes_messages`: send pulls and replies as the bytes of a socket.
 
     After `shutdown` the object is dead; a restart makes a new one, with the next incarnation in its identity.
     """
@@ -49,12 +83,13 @@ class MooncakeWorker:
         config: MooncakeConfig,
         behaviour: Behaviour,
         bus: Bus,
-        memory: KVMemory,
+        memory: RegisteredMemory | KVMemory,
         sink: EventSink,
         on_report: Callable[[], None],
         bootstrap: BootstrapServer | None = None,
-        layout: KVLayout | None = None,
+        registers: bool = True,
         encodes_messages: bool = False,
+        log_line: LogSink | None = None,
     ) -> None:
         assert role in KV_ROLES, role
         self.identity = identity
@@ -64,11 +99,15 @@ class MooncakeWorker:
         self.bootstrap: BootstrapServer | None = None
         self._bus = bus
         self._loop = bus.loop
+        self._log = log_line
         self._halves: list[VirtualDriver] = []
         self._bootstrap_driver: VirtualDriver | None = None
         self._by_kind: dict[str, VirtualDriver] = {}
         self._notifies_peers = behaviour["pull_wait"] == "bounded"
-        layout = layout or layout_of(groups, identity.engine_id, identity.ranks.rank)
+        if not isinstance(memory, RegisteredMemory):
+            memory = register_rows(memory, groups, identity)
+        state_groups = frozenset(index for index, group in enumerate(groups) if group.kind == STATES)
+        kernel_ratios = [1 if index in state_groups else memory.kernel_ratio for index in range(len(groups))]
         encode_envelope = _encode_payload if encodes_messages else None
 
         def drive(machine: Consumer | Producer, *kinds: str) -> VirtualDriver:
@@ -82,28 +121,44 @@ class MooncakeWorker:
                 identity,
                 config=config,
                 behaviour=behaviour,
-                layout=layout,
-                num_groups=len(groups),
-                memory=memory,
+                layout=memory.layout,
+                kernel_ratios=kernel_ratios,
+                memory=memory.contents,
                 sink=sink,
                 stats=self.stats,
+                log_line=log_line,
             )
             self._consumer_driver = drive(self.consumer, PULL_REPLY, BOOTSTRAP_ANSWER, WRITE_DATA)
+            self._undelivered = Undelivered(bus, self._is_open)
             bus.listen(identity.memory_address, self._consumer_driver.receive)
         if role != "kv_consumer":
             self.producer = Producer(
                 identity,
                 config=config,
                 behaviour=behaviour,
-                layout=layout,
-                num_groups=len(groups),
-                memory=memory,
+                layout=memory.layout,
+                heads=memory.heads,
+                kernel_ratios=kernel_ratios,
+                state_groups=state_groups,
+                memory=memory.contents,
                 sink=sink,
                 stats=self.stats,
+                log_line=log_line,
             )
-            self._producer_driver = drive(self.producer, PULL_REQUEST, WRITE_DONE)
-            self._start_bootstrap(bootstrap)
+            self._producer_driver = drive(self.producer, PULL_REQUEST, WRITE_DONE, STRAY_FRAMES)
+            if registers:
+                self._start_bootstrap(bootstrap)
         bus.listen(identity.address, self._receive, refused=self._refused)
+
+    def configure(self, config: MooncakeConfig) -> None:
+        """Change the settings; vLLM reads those of its environment whenever it uses them."""
+        for half in (self.consumer, self.producer):
+            if half is not None:
+                half.configure(config)
+
+    def stall_sender(self, duration_ns: int) -> None:
+        """The producer's loop is busy with something else for so long."""
+        self._producer_driver.stall(duration_ns)
 
     # -- what the engine calls ----------------------------------------------------------------------------
 
@@ -132,6 +187,9 @@ class MooncakeWorker:
         if self.consumer is not None:
             self.consumer.reports.move_to(output)
             self._consumer_driver.report_fetched()
+        if self._log is not None and self._log.debug and (output.finished_sending or output.finished_recving):
+            counts = (len(output.finished_sending), len(output.finished_recving))
+            self._log(log.MAIN, log.DEBUG, log.POLLED, self.identity.ranks.tp_rank, *counts)
         return output
 
     def failure_reason(self, request_id: str) -> str | None:
@@ -198,8 +256,14 @@ class MooncakeWorker:
             driver.receive(envelope)
 
     def _refused(self, envelope: Envelope) -> None:
+        if envelope.kind == PULL_REQUEST:
+            self._undelivered.keep(envelope)
         for driver in self._halves:
             driver.refused(envelope)
+
+    def _is_open(self, envelope: Envelope) -> bool:
+        assert self.consumer is not None
+        return self.consumer.is_open(envelope.conversation, envelope.attempt)
 
 
 def _encode_payload(envelope: Envelope) -> Envelope:

@@ -7,10 +7,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvreplay.connectors.mooncake.memory import Contents, RankMemory, UnregisteredMemoryError
+from kvreplay.connectors.mooncake.plan import Piece, WriteSegment
 from kvreplay.connectors.mooncake.settlement import Pull
-from kvreplay.connectors.mooncake.structs import WriteData, WriteSegment
+from kvreplay.connectors.mooncake.structs import WriteData
 from kvreplay.kv.content import WordArray
-from kvreplay.kv.memory import KVMemory, Provenance
+from kvreplay.kv.memory import BlockIds, Provenance
 from kvreplay.sim.envelope import Corruption, Envelope
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -36,7 +38,7 @@ def checksums(words: WordArray) -> WordArray:
 class WriteTarget:
     """Carries out writes as they arrive. `verifies`, `fences`: the switches transfer_integrity, transfer_fence."""
 
-    memory: KVMemory
+    memory: RankMemory
     session: str
     verifies: bool
     fences: bool
@@ -44,88 +46,142 @@ class WriteTarget:
     """(conversation, attempt) → the pull, if it is still open."""
 
     def write(self, envelope: Envelope) -> int:
-        """What the engine call returns: 0, or -1 with nothing of it in memory."""
+        """What the engine call returns: 0, or -1 with nothing, or only a part, of it in memory."""
         data: WriteData = envelope.payload
         if data.session != self.session:
             return -1
-        if envelope.write_result:
-            return envelope.write_result
         pull = self.find_pull(data.pull, data.attempt)
         if self.fences and not _is_wanted(pull, data.segments):
             return -1
-        damages = _damages(envelope.corruptions, data)
-        for segment, of_segment in zip(data.segments, damages, strict=True):
-            words = data.read(segment.group, segment.source_block_ids)
-            if words is None:
+        if data.lands is not None or not envelope.write_result:
+            try:
+                if not self._land(data, pull, _damages(envelope.corruptions, data)):
+                    return -1
+            except UnregisteredMemoryError:
                 return -1
-            self._write_segment(segment, words, of_segment, pull)
-        return 0
+        return envelope.write_result or 0
 
-    def _write_segment(
-        self, segment: WriteSegment, words: WordArray, damages: Sequence[Damage], pull: Pull | None
+    def _land(self, data: WriteData, pull: Pull | None, damages: dict[int, list[Damage]]) -> bool:
+        """Copy what this delivery brings. False if the producer has nothing to read any more."""
+        is_new = not self.verifies or pull is None or _is_new(data, pull)
+        for segment, piece in data.landing():
+            contents = data.read(piece)
+            if contents is None:
+                return False
+            is_wanted = pull is not None and segment.request_id in pull.open
+            # A late write's blocks may belong to someone else by now.
+            provenance = None if is_wanted else Provenance(segment.transfer_id, segment.request_id)
+            hits = _hits(damages.get(id(segment)), segment, piece) if damages else ()
+            if self.verifies:
+                self._write_verified(segment, piece, contents, hits, provenance, pull if is_new else None)
+            else:
+                self._write_trusted(segment, piece, contents, hits, provenance)
+        return True
+
+    def _write_trusted(
+        self,
+        segment: WriteSegment,
+        piece: Piece,
+        contents: Contents,
+        hits: Sequence[Damage],
+        provenance: Provenance | None,
     ) -> None:
-        is_wanted = pull is not None and segment.request_id in pull.open
-        # A late write's blocks may belong to someone else by now.
-        provenance = None if is_wanted else Provenance(segment.transfer_id, segment.request_id)
-        delivered, block_ids = words, segment.block_ids
-        if damages:
-            delivered = words.copy()
-            for damage in damages:
-                delivered[damage.block] ^= _mask(damage.corruption, words.shape[1])
-        if self.verifies:
-            if damages:
-                is_good = _is_good(words, delivered, damages)
-                block_ids = np.asarray(block_ids, dtype=np.int64)[is_good]
-                delivered = delivered[is_good]
-            if pull is not None:
-                pull.received.setdefault((segment.request_id, segment.group), []).append(block_ids)
-        self.memory.write_blocks(segment.group, block_ids, delivered, provenance=provenance)
-        if not self.verifies:
-            for block, corruption in damages:
-                self.memory.mark_corrupted(
-                    int(block_ids[block]),
-                    Provenance(segment.transfer_id, segment.request_id, corruption.fault_spec, corruption.fault_handle),
-                )
+        self._put(piece, piece.block_ids, _damaged(contents, hits), provenance)
+        for block, corruption in hits:
+            self.memory.mark_corrupted(
+                piece.copy.remote,
+                int(piece.block_ids[block]),
+                Provenance(segment.transfer_id, segment.request_id, corruption.fault_spec, corruption.fault_handle),
+            )
+
+    def _write_verified(
+        self,
+        segment: WriteSegment,
+        piece: Piece,
+        contents: Contents,
+        hits: Sequence[Damage],
+        provenance: Provenance | None,
+        pull: Pull | None,
+    ) -> None:
+        """Only blocks with the sender's checksum; those count towards what `pull` waits for."""
+        block_ids, delivered = piece.block_ids, contents
+        if hits:
+            delivered = _damaged(contents, hits)
+            is_good = _is_good(contents, delivered, hits)
+            block_ids = np.asarray(block_ids, dtype=np.int64)[is_good]
+            delivered = delivered[is_good]
+        self._put(piece, block_ids, delivered, provenance)
+        coverage = pull.metas[segment.request_id].coverage if pull is not None else None
+        if coverage is not None:
+            coverage.add(segment.group, block_ids, piece.copy.part.length)
+
+    def _put(self, piece: Piece, block_ids: BlockIds, contents: Contents, provenance: Provenance | None) -> None:
+        part = piece.copy.part
+        self.memory.write(
+            piece.copy.remote, block_ids, part.target_offset, part.length, contents, provenance=provenance
+        )
 
 
-def missing_blocks(pull: Pull, request_id: str) -> list[int]:
-    """The request's destination blocks that this pull has not brought, or not with the sender's checksum."""
-    missing: list[int] = []
-    for group, wanted in enumerate(pull.metas[request_id].local_block_ids):
-        received = pull.received.get((request_id, group), [])
-        if len(received) != 1 or len(received[0]) != len(wanted):
-            right = {int(block_id) for block_ids in received for block_id in block_ids}
-            missing += [block_id for block_id in wanted if block_id not in right]
-    return missing
+def _is_new(data: WriteData, pull: Pull) -> bool:
+    """Whether this part of the write arrives for the first time. What is delivered twice counts once."""
+    part = (data.pull, data.write_id, None if data.lands is None else data.lands.start)
+    seen = [
+        coverage.is_new(part)
+        for request_id in dict.fromkeys(segment.request_id for segment in data.segments)
+        if (coverage := pull.metas[request_id].coverage) is not None
+    ]
+    return all(seen)
 
 
 def _is_wanted(pull: Pull | None, segments: Sequence[WriteSegment]) -> bool:
     return pull is not None and all(segment.request_id in pull.open for segment in segments)
 
 
-def _is_good(sent: WordArray, delivered: WordArray, damages: Sequence[Damage]) -> NDArray[np.bool_]:
+def _is_good(sent: Contents, delivered: Contents, hits: Sequence[Damage]) -> NDArray[np.bool_]:
     """Which blocks have the sender's checksum."""
     if sent.shape[1]:
         same: NDArray[np.bool_] = checksums(sent) == checksums(delivered)
         return same
     # Without contents there is nothing to sum up: what was damaged is known to be.
     is_good = np.ones(len(sent), dtype=np.bool_)
-    is_good[[damage.block for damage in damages]] = False
+    is_good[[hit.block for hit in hits]] = False
     return is_good
 
 
-def _damages(corruptions: Sequence[Corruption], data: WriteData) -> list[list[Damage]]:
-    """The corruptions by segment. One without a block is drawn from all blocks of the write."""
-    damages: list[list[Damage]] = [[] for _ in data.segments]
+def _damages(corruptions: Sequence[Corruption], data: WriteData) -> dict[int, list[Damage]]:
+    """The corruptions by segment, which its identity names. One without a block is drawn from all of the write."""
+    damages: dict[int, list[Damage]] = {}
     for corruption in corruptions:
         block = corruption.draw if corruption.block is None else corruption.block
         block %= max(data.num_blocks, 1)
-        for segment, of_segment in zip(data.segments, damages, strict=True):
+        for segment in data.segments:
             if block < len(segment.block_ids):
-                of_segment.append(Damage(block, corruption))
+                damages.setdefault(id(segment), []).append(Damage(block, corruption))
                 break
             block -= len(segment.block_ids)
     return damages
+
+
+def _hits(damages: Sequence[Damage] | None, segment: WriteSegment, piece: Piece) -> Sequence[Damage]:
+    """Those damages of a segment that hit this piece of it, by the place of the block in the piece."""
+    if not damages or piece.block_ids is segment.block_ids:
+        return damages or ()
+    places = {int(block_id): place for place, block_id in enumerate(piece.block_ids)}
+    hits = []
+    for damage in damages:
+        place = places.get(int(segment.block_ids[damage.block]))
+        if place is not None:
+            hits.append(Damage(place, damage.corruption))
+    return hits
+
+
+def _damaged(contents: Contents, hits: Sequence[Damage]) -> Contents:
+    if not hits:
+        return contents
+    delivered = contents.copy()
+    for block, corruption in hits:
+        delivered[block] ^= _mask(corruption, contents.shape[1]).astype(contents.dtype)
+    return delivered
 
 
 def _mask(corruption: Corruption, num_words: int) -> WordArray:

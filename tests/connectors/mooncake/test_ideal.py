@@ -48,7 +48,7 @@ class TestChecksum:
         pair.pull(request_for("d1", blocks=[BLOCKS, [7, 8, 9]][:num_groups]))
         pair.run()
         assert pair.reports_of("D0") == [(0.0, ["d1"], failed, invalid)]
-        assert pair.settled() == [("d1", "failed", f"wrong checksum in 2 of {3 * num_groups} blocks")]
+        assert pair.settled() == [("d1", "failed", f"wrong or missing bytes in 2 of {3 * num_groups} blocks")]
         assert pair.d_memory.corrupted == {}
 
     def test_only_its_own_request_fails(self) -> None:
@@ -157,7 +157,7 @@ class TestBoundedWaits:
         assert [report[0] for report in pair.reports_of("D0")] == [540.0]
 
     def test_a_missing_rank_fails_and_is_asked_for_again(self) -> None:
-        pair = Pair(behaviour(pull_wait="bounded"))
+        pair = Pair(behaviour(mooncake_lost_pulls="fail"))
         body = b'{"0": {"engine_id": "P0#0", "worker_addr": {}}}'
         pair.wire.transforms["bootstrap.answer"] = lambda envelope: [
             replace(envelope, payload=BootstrapAnswer(body=body))

@@ -156,7 +156,7 @@ class TestSuccess:
             pair.pull(request_for(f"d{index}"))
             pair.run()
             assert pair.p.producer is not None
-            pair.p.producer._peer_layouts.forget()
+            pair.p.producer.layouts.forget()
         pulls = [envelope for envelope in pair.wire.sent if envelope.kind == "pull.request"]
         assert [pull.attempt for pull in pulls] == [0, 0, 1]
         assert [status for _, status, _ in pair.settled()] == ["ok", "ok"]

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from kvreplay.connectors.mooncake.config import MooncakeConfig
-from kvreplay.connectors.mooncake.entries import num_descriptors
+from kvreplay.connectors.mooncake.plan import HeadLayout, WriteSegment, make_plan
+from kvreplay.connectors.mooncake.ranks import Ranks
+from kvreplay.connectors.mooncake.regions import Region
 from kvreplay.connectors.mooncake.producer import Producer
 from kvreplay.connectors.mooncake.structs import MooncakeXferMetadata, WriteSegment
 from kvreplay.ids import NS_PER_S
@@ -126,6 +128,7 @@ class TestEntries:
         assert (entry.p_req_id, entry.ready) == ("", False), "a placeholder stays nameless until it is ready"
         pair.wire.delays_s["write.data"] = 1
         pair.finish(announce=False)
+        pair.run(0)
         assert (entry.p_req_id, entry.ready, entry.sending, entry.sent) == ("p1", True, 1, 0)
         pair.run()
         assert (entry.sending, entry.sent) == (0, 1)
@@ -183,7 +186,7 @@ class TestAnsweringDrops:
         assert pair.settled() == [("d1", "failed", "P dropped the request"), ("d2", "ok", None)]
 
     def test_so_is_one_that_comes_later(self) -> None:
-        pair = Pair(behaviour(mooncake_producer_drop="answer"))
+        pair = Pair(behaviour(mooncake_producer_drop="answer", mooncake_unknown_transfer="accept"))
         pair.announce()
         pair.drop("unknown", "X1")
         pair.pull()
@@ -291,7 +294,11 @@ class TestRefusals:
 
 def test_adjacent_blocks_are_one_descriptor_per_region() -> None:
     def count(source: list[int], target: list[int]) -> int:
-        return num_descriptors((WriteSegment("d1", "X1", 0, source, target),), (2,))
+        regions = [Region(f"model.layers.{layer}.attn", layer, 0, 512, 512) for layer in (0, 1)]
+        plan = make_plan(list(zip(regions, regions, strict=True)), Ranks(), 0, 1, HeadLayout())
+        segment = WriteSegment("d1", "X1", 0, source, target)
+        assert len(list(plan.descriptors([segment]))) == plan.num_descriptors([segment])
+        return plan.num_descriptors([segment])
 
     assert count([1, 2, 3], [4, 5, 6]) == 2
     assert count([1, 2, 4], [4, 5, 6]) == 4

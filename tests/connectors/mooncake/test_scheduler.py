@@ -92,14 +92,14 @@ class TestConsumer:
 
     def test_so_does_an_abort_while_queued(self) -> None:
         half = scheduler("kv_consumer")
-        assert half.request_finished(decode_leg(ABORTED), ([],)) is False
+        assert half.request_finished(decode_leg(ABORTED), Blocks([])) is False
         assert metadata_of(half).reqs_to_recv["P0#0"]["d1"].local_block_ids == []
 
     def test_a_normal_finish_says_nothing(self) -> None:
         half, leg = scheduler("kv_consumer"), decode_leg(LENGTH)
         half.update_state_after_alloc(leg, Blocks([4]), 16)
         half.build_connector_meta()
-        assert half.request_finished(leg, ([4],)) is False
+        assert half.request_finished(leg, Blocks([4])) is False
         assert half.build_connector_meta() is None
 
     @pytest.mark.parametrize("missing", PULL_PARAMETERS)
@@ -116,7 +116,7 @@ class TestConsumer:
         half, leg = scheduler("kv_consumer", mooncake_missing_params="prefill"), decode_leg(ABORTED)
         del cast(dict[str, Any], leg.kv_transfer_params)[missing]
         assert half.get_num_new_matched_tokens(leg, 0) == (0, False)
-        assert half.request_finished(leg, ([],)) is False
+        assert half.request_finished(leg, Blocks([])) is False
         half.update_state_after_alloc(leg, Blocks([4, 5, 6]), 0)
         assert half.build_connector_meta() is None
 
@@ -128,30 +128,30 @@ class TestProducer:
         half.update_state_after_alloc(leg, Blocks([1, 2, 3]), 0)
         assert metadata_of(half).reqs_to_send == {"p1": ("X1", [])}
         leg.status = LENGTH
-        assert half.request_finished(leg, ([1, 2, 3],)) is True
+        assert half.request_finished(leg, Blocks([1, 2, 3])) is True
         assert metadata_of(half).reqs_to_send == {"p1": ("X1", [[1, 2, 3]])}
 
     @pytest.mark.parametrize("status", [ABORTED, RequestStatus.FINISHED_ERROR, STOPPED])
     def test_any_other_end_drops_it(self, status: RequestStatus) -> None:
         half = scheduler("kv_producer")
-        assert half.request_finished(prefill_leg(status), ([1, 2, 3],)) is False
+        assert half.request_finished(prefill_leg(status), Blocks([1, 2, 3])) is False
         assert list(metadata_of(half).reqs_not_processed) == ["X1"]
 
     def test_ideally_a_stop_token_is_an_end_like_any_other(self) -> None:
         half = scheduler("kv_producer", mooncake_stop_token="send")
-        assert half.request_finished(prefill_leg(STOPPED), ([1],)) is True
+        assert half.request_finished(prefill_leg(STOPPED), Blocks([1])) is True
 
     def test_null_blocks_of_a_window_are_kept(self) -> None:
         half = scheduler("kv_producer", FULL_GROUP, WINDOW_GROUP)
-        half.request_finished(prefill_leg(LENGTH), ([1, 2, 3, 4], [0, 0, 5, 6]))
+        half.request_finished(prefill_leg(LENGTH), Blocks([1, 2, 3, 4], [0, 0, 5, 6]))
         assert metadata_of(half).reqs_to_send["p1"][1] == [[1, 2, 3, 4], [0, 5, 6]]
 
     def test_nothing_is_kept_without_blocks_or_transfer_id(self) -> None:
         half = scheduler("kv_producer")
-        assert half.request_finished(prefill_leg(LENGTH), ([],)) is False
+        assert half.request_finished(prefill_leg(LENGTH), Blocks([])) is False
         nameless = prefill_leg(LENGTH, transfer_id=None)
         half.update_state_after_alloc(nameless, Blocks([1]), 0)
-        assert half.request_finished(nameless, ([1],)) is False
+        assert half.request_finished(nameless, Blocks([1])) is False
         assert half.build_connector_meta() is None
         assert half.num_invalid_params == 1
 
@@ -162,22 +162,22 @@ class TestRoles:
         for call in (
             lambda: producer.get_num_new_matched_tokens(decode_leg(), 0),
             lambda: producer.update_state_after_alloc(decode_leg(), Blocks([1]), 0),
-            lambda: producer.request_finished(decode_leg(ABORTED), ([],)),
+            lambda: producer.request_finished(decode_leg(ABORTED), Blocks([])),
             lambda: consumer.update_state_after_alloc(prefill_leg(), Blocks([1]), 0),
-            lambda: consumer.request_finished(prefill_leg(ABORTED), ([],)),
+            lambda: consumer.request_finished(prefill_leg(ABORTED), Blocks([])),
         ):
             with pytest.raises(EngineFatal) as death:
                 call()
             assert (death.value.exception, death.value.message) == ("AssertionError", "")
 
     def test_without_a_transfer_id_a_misrouted_abort_is_harmless(self) -> None:
-        assert scheduler("kv_producer").request_finished(decode_leg(ABORTED, transfer_id=None), ([],)) is False
+        assert scheduler("kv_producer").request_finished(decode_leg(ABORTED, transfer_id=None), Blocks([])) is False
 
     def test_kv_both_pulls_what_could_go_either_way_and_never_announces_it(self) -> None:
         half, leg = scheduler("kv_both"), decode_leg(LENGTH, do_remote_decode=True)
         half.update_state_after_alloc(leg, Blocks([4]), 16)
         assert metadata_of(half).reqs_to_send == {}
-        assert half.request_finished(leg, ([4],)) is True
+        assert half.request_finished(leg, Blocks([4])) is True
 
     @pytest.mark.parametrize(("role", "delivers"), [("kv_producer", True), ("kv_consumer", False), ("kv_both", True)])
     def test_producers_must_deliver(self, role: str, delivers: bool) -> None:
