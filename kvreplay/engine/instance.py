@@ -156,7 +156,7 @@ class Instance:
         if self.is_dead:
             return
         if self._coast is not None:
-            self.catch_up()
+            self._shorten_coast(self._coast)
         elif self._in_flight is None and self._timer is None:
             now = self._loop.now_ns
             wake_ns = now
@@ -395,18 +395,54 @@ class Instance:
         self._set_timer(now + self._timing.decode_run_ns(num_decodes, kv_tokens, limit), self._coast_over)
         return True
 
+    def _shorten_coast(self, coast: _Coast) -> None:
+        """Something is there for the instance: let the coast end with the step in progress."""
+        num_steps = self._steps_done(coast) + 1
+        if num_steps < coast.num_steps:
+            coast.num_steps = num_steps
+            self._loop.cancel(self._timer)
+            duration_ns = self._timing.decode_run_ns(coast.num_decodes, coast.num_kv_tokens, num_steps)
+            self._set_timer(coast.start_ns + duration_ns, self._coast_over)
+
+    def _steps_done(self, coast: _Coast) -> int:
+        """Steps that have ended. One that ends at this very instant has not: what happens now comes before its end."""
+        span_ns = max(0, self._loop.now_ns - 1 - coast.start_ns)
+        done = self._timing.num_decode_steps_within(coast.num_decodes, coast.num_kv_tokens, span_ns)
+        return min(done, coast.num_steps - 1)
+
     def _coast_over(self) -> None:
         coast = self._coast
         assert coast is not None
         self._timer = None
         self._coast = None
-        self._perform(coast, coast.num_steps)
-        self._log.now_ns = self._loop.now_ns
-        self._log.step = self.scheduler.step + 1
         try:
+            if self._is_awaited():
+                self._end_coast_openly(coast)
+            else:
+                self._perform(coast, coast.num_steps)
+            self._log.now_ns = self._loop.now_ns
+            self._log.step = self.scheduler.step + 1
             self._step()
         except EngineFatal as death:
             self._die(death)
+
+    def _is_awaited(self) -> bool:
+        """Whether the end of a step has more to do than to count tokens."""
+        return (
+            bool(self._aborts)
+            or self._raise_next is not None
+            or (self._workers is not None and self._workers.has_report())
+        )
+
+    def _end_coast_openly(self, coast: _Coast) -> None:
+        """The last step of a coast brings reports, or meets aborts."""
+        self._perform(coast, coast.num_steps - 1)
+        timing = self._timing
+        start_ns = coast.start_ns + timing.decode_run_ns(coast.num_decodes, coast.num_kv_tokens, coast.num_steps - 1)
+        out = self._enter_uneventful_step(start_ns)
+        self._log.now_ns = self._loop.now_ns
+        self._in_flight = None
+        self._end_step(out)
 
     def catch_up(self) -> None:
         """Bring a coasting instance to this instant: past steps done, the one in progress in flight."""
@@ -415,25 +451,25 @@ class Instance:
             return
         self._coast = None
         self._loop.cancel(self._timer)
-        timing = self._timing
-        now = self._loop.now_ns
-        # A step that ends at this very instant is still in flight: its end comes after what happens now.
-        done = timing.num_decode_steps_within(coast.num_decodes, coast.num_kv_tokens, max(0, now - 1 - coast.start_ns))
-        done = min(done, coast.num_steps - 1)
+        done = self._steps_done(coast)
         self._perform(coast, done)
-        start_ns = coast.start_ns + timing.decode_run_ns(coast.num_decodes, coast.num_kv_tokens, done)
-        self._log.now_ns = start_ns
-        self._log.step = self.scheduler.step + 1
+        start_ns = coast.start_ns + self._timing.decode_run_ns(coast.num_decodes, coast.num_kv_tokens, done)
         self._take_uneventful_step(start_ns)
 
     def _take_uneventful_step(self, start_ns: int) -> None:
         """Put a step in flight that gives each member of lockstep its token and schedules nothing else."""
+        out = self._enter_uneventful_step(start_ns)
+        duration_ns = self._timing.step_ns(0, out.num_decodes, out.num_kv_tokens)
+        self._set_timer(start_ns + duration_ns, self._finish_step)
+
+    def _enter_uneventful_step(self, start_ns: int) -> SchedulerOutput:
+        self._log.now_ns = start_ns
+        self._log.step = self.scheduler.step + 1
         out = self._in_flight = self.scheduler.schedule_uneventful()
         if self._model is not None:
             self._model.execute(out)
-        duration_ns = self._timing.step_ns(0, out.num_decodes, out.num_kv_tokens)
-        self._note_step(out, duration_ns)
-        self._set_timer(start_ns + duration_ns, self._finish_step)
+        self._note_step(out, self._timing.step_ns(0, out.num_decodes, out.num_kv_tokens))
+        return out
 
     def _perform(self, coast: _Coast, num_steps: int) -> None:
         """What `num_steps` of the coast's steps did."""

@@ -67,6 +67,8 @@ class WorkerModel:
         self.every_read = every_read
         self._suspects: list[_Suspect] = []
         self.late_writes: list[LateWrite] = []
+        self.before_late_write: Callable[[], None] | None = None
+        """Brings the scheduler up to this instant: words that were computed before must have been written before."""
         self.num_derived = 0
         self._loading = np.full(len(buffers.words), _NO_LOAD, np.int64)
         """Block → arrival order of the parked request that a connector is loading it for."""
