@@ -188,7 +188,7 @@ class Instance:
         live = [request for request in scheduler.requests.values() if not request.status.is_finished]
         for request in [*live, *self._arrivals]:
             if request.lockstep_since is not None:
-                scheduler.lockstep.leave(request, scheduler.step)
+                scheduler.lockstep.leave(request, scheduler.next_output_step)
             request.status = RequestStatus.FINISHED_ERROR
             self._log.failed(request, cause)
         self._arrivals.clear()

@@ -115,6 +115,8 @@ class Scheduler:
         """Requests whose output of the last processed step was dropped."""
 
         self.step = -1
+        self.next_output_step = 0
+        """Every step before it has had its output taken in."""
         self.num_preemptions = 0
         self._in_flight: SchedulerOutput | None = None
         """Scheduled, and its output not yet taken in."""
@@ -647,6 +649,7 @@ class Scheduler:
             output = self._process_sampled(request)
             if output is not None:
                 outputs.append(output)
+        self.next_output_step = out.step + 1
         if skip and not self.recompute_load_failures:
             outputs += [
                 RequestOutput(request, [], "error")
@@ -909,6 +912,7 @@ class Scheduler:
             self.step = step
             self._grow_all(members)
         self.step = first + num_steps - 1
+        self.next_output_step = self.step + 1
         self._in_step = False
         self._num_executed_steps += num_steps
 
