@@ -5,7 +5,7 @@ that a difference between two engines can be read, and wild: a report may come t
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from random import Random
 from typing import Any, Final, TypeAlias
@@ -96,8 +96,8 @@ FEATURES: Final = ("async", "spec", "priority", "roles")
 scheduling, and the roles and rules of a connector that differ from the plainest one's."""
 
 _DRAFTERS_WITH_KV: Final = ("eagle", "mtp")
-_WINDOWS: Final = {4: (5, 6, 8, 13), 8: (8, 13, 16), 16: (20,), 32: (32,)}
-_CHUNKS: Final = {4: (8, 10, 16), 8: (16, 32)}
+_WINDOWS: Final = {1: (1, 2, 5), 2: (1, 3, 4, 9), 4: (2, 5, 6, 8, 13), 8: (4, 8, 13, 16), 16: (5, 20, 33), 32: (32,)}
+_CHUNKS: Final = {1: (3, 4), 2: (4, 7), 4: (8, 10, 16), 8: (16, 32), 16: (24, 32)}
 
 
 def random_workload(
@@ -106,7 +106,10 @@ def random_workload(
     """A workload's JSON. Its layout is one of `layouts`; it may have any of `features`."""
     rng = Random(f"{seed} {' '.join(layouts)} {' '.join(features)}")
     name = rng.choice(list(layouts))
-    return _Draw(rng, LAYOUTS[name], frozenset(features)).workload(f"seed{seed}_{name}")
+    layout = LAYOUTS[name]
+    if len(layout.groups) == 1 and rng.random() < 0.4:
+        layout = replace(layout, block_size=rng.choice([1, 2, 8, 16]))
+    return _Draw(rng, layout, frozenset(features)).workload(f"seed{seed}_{name}")
 
 
 class _Draw:
@@ -121,13 +124,13 @@ class _Draw:
         self.engine: Fields = {}
         self.requests: list[Fields] = []
         # Most workloads leave most settings alone: a wild mixture in each would hide what a single one does.
-        self.temper = rng.choice([0.3, 1.0, 1.0, 2.0])
+        self.temper = rng.choice([0.3, 1.0, 1.0, 2.0, 4.0])
         self.families = [rng.randrange(1, 5000) for _ in range(3)]
 
     def workload(self, name: str) -> Fields:
         longest = self.rng.choice([12, 24, 24, 40]) * (2 if self.unit > 8 else 1) + self.unit
         self._draw_engine(longest)
-        for index in range(self.rng.randrange(1, 14)):
+        for index in range(self.rng.randrange(1, 14) if self.rng.random() < 0.9 else self.rng.randrange(14, 40)):
             self.requests.append(self._request(f"r{index}", longest))
         self.requests.sort(key=lambda request: int(request["arrive"]))
         self._draw_pool()
@@ -147,10 +150,12 @@ class _Draw:
             engine["groups"] = [self._group(group) for group in self.layout.groups]
         budget = rng.choice([8, 16, 24, 32, 64]) + (self.unit if self.unit > 8 else 0)
         engine["max_num_batched_tokens"] = budget
-        engine["max_num_seqs"] = rng.choice([1, 2, 4, 8])
+        engine["max_num_seqs"] = rng.choice([1, 2, 4, 8, 8])
         engine["max_model_len"] = longest + rng.choice([4, 10]) if self._maybe(0.08) else 256
         if self._maybe(0.3):
             engine["kv_load_failure_policy"] = "fail"
+        if self._maybe(0.05):
+            engine["connector"] = True
         if self._maybe(0.2) and "enable_prefix_caching" not in engine and "mamba_cache_mode" not in engine:
             engine["enable_prefix_caching"] = False
         if self._maybe(0.2):
@@ -168,7 +173,7 @@ class _Draw:
             engine["max_num_active_seqs"] = rng.randrange(1, engine["max_num_seqs"] + 1)
         if self._maybe(0.08):
             engine["enable_chunked_prefill"] = False
-            engine["max_num_batched_tokens"] = engine["max_model_len"] = 96
+            engine["max_num_batched_tokens"] = engine["max_model_len"] = longest + 16
         if self._maybe(0.3) and self.layout.forgets and engine.get("enable_prefix_caching", True):
             engine["retention_interval"] = rng.choice([0, 0, 1, 4]) * lcm(*self.layout.block_sizes)
         self._draw_features()
@@ -312,6 +317,8 @@ class _Draw:
             external["times"] = rng.randrange(1, 3)
         if self._maybe(0.15):
             external["defer"] = rng.randrange(1, 4)
+        if self._maybe(0.04):
+            external["mode"] = "extra"
         request["external"] = tokens if not is_async and len(external) == 1 else external
         load = self._load(tokens, is_async=is_async)
         if load:
@@ -346,6 +353,8 @@ class _Draw:
         rng = self.rng
         last = max(request["arrive"] for request in self.requests) + 12
         events: list[Fields] = []
+        if self.temper > 2 and rng.random() < 0.5:
+            return [self._wild_event(last) for _ in range(rng.randrange(2, 9))]
 
         def some_id() -> str:
             return str(rng.choice(self.requests)["id"])
@@ -368,6 +377,20 @@ class _Draw:
             report = rng.choice(["finished_recving", "finished_sending"])
             events.append({"step": rng.randrange(1, last), report: [some_id()]})
         return events
+
+    def _wild_event(self, last: int) -> Fields:
+        """A report that fits nothing that has happened, as often as not."""
+        rng = self.rng
+        ids = [str(rng.choice(self.requests)["id"]) for _ in range(rng.randrange(1, 3))]
+        kind = rng.choice(["abort", "abort_mid", "failed_recving", "reset_prefix_cache", "invalid", "invalid_ids"])
+        if self.is_hybrid and kind.startswith("invalid"):
+            kind = "failed_recving"
+        values: Fields = {
+            "reset_prefix_cache": True,
+            "invalid": [[ids[0], 0, rng.randrange(0, 8)]],
+            "invalid_ids": [self._some_block() for _ in range(rng.randrange(1, 4))],
+        }
+        return {"step": rng.randrange(0, last), kind: values.get(kind, ids)}
 
     def _some_block(self) -> int:
         return self.rng.randrange(int(self.engine["num_gpu_blocks"]))
