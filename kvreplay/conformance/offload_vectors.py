@@ -1,0 +1,547 @@
+"""Offloading vectors with a scheduler: our connector under the calls that the real scheduler made.
+
+The recorded steps say whom the scheduler looked up, admitted, preempted and ended, and which blocks it handed out. The
+connector is called accordingly, in the real order, and everything that it decides is recorded in the same form:
+lookups, jobs, offers, flushes, what the workers submit and acknowledge, evictions, and its own and the manager's state.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from kvreplay.conformance.offload_junctions import Junctions
+from kvreplay.conformance.offload_managers import LETTERS, KeyNames, counts_of, manager_state
+from kvreplay.conformance.offload_simulation import Delays, Record, StepClock, StepCopyEngine, StepTier
+from kvreplay.conformance.offload_workload import (
+    LoadRow,
+    OffloadEvent,
+    OffloadWorkload,
+    RecordedStep,
+    ShareRow,
+    Tables,
+    layout_of,
+    read_offload_workload,
+    read_recorded_steps,
+)
+from kvreplay.conformance.vector import Json
+from kvreplay.connectors.offloading.arrays import ChunkIds, Keys
+from kvreplay.connectors.offloading.context import RequestContext
+from kvreplay.connectors.offloading.cpu_manager import CPUOffloadingManager
+from kvreplay.connectors.offloading.keys import KeySpace
+from kvreplay.connectors.offloading.ledger import Job
+from kvreplay.connectors.offloading.manager import LookupResult, StorePlan
+from kvreplay.connectors.offloading.scheduler import OffloadingScheduler
+from kvreplay.connectors.offloading.structs import (
+    Handoff,
+    OffloadingConnectorMetadata,
+    OffloadingOutput,
+    OffloadStep,
+    StepRequest,
+    TransferJob,
+)
+from kvreplay.connectors.offloading.tiering import TieringOffloadingManager
+from kvreplay.connectors.offloading.worker import LOADS, STORES, SYNC_LOADS, OffloadingWorker
+from kvreplay.engine.request import Request, RequestStatus
+from kvreplay.errors import EngineFatal
+from kvreplay.kv.content_index import TokenIndex
+
+COMPARED: Final = (
+    "lookup",
+    "load",
+    "offer",
+    "store",
+    "flush",
+    "submit",
+    "deliver",
+    "done",
+    "cpu_evict",
+    "req_done",
+    "cpu_reset",
+    "promote",
+    "tier",
+    "tier_done",
+    "off",
+    "cpu",
+    "error",
+)
+"""What the connector decides. The rest was decided by the scheduler, or (`hazard`) follows from both."""
+
+_FINISHED: Final[Mapping[str, RequestStatus]] = {
+    "stop": RequestStatus.FINISHED_STOPPED,
+    "length": RequestStatus.FINISHED_LENGTH_CAPPED,
+    "error": RequestStatus.FINISHED_ERROR,
+}
+_PARKED = "K"
+
+
+def expected_steps(document: Mapping[str, Json]) -> list[Record]:
+    """The recorded steps, cut down to what is compared."""
+    loading: set[str] = set()
+    return [_compared(step, loading) for step in document["steps"]]
+
+
+def _compared(step: Mapping[str, Json], loading: set[str]) -> Record:
+    """`loading`: requests whose load our connector has in flight; other connectors' loads are left out."""
+    record: Record = {"k": step["k"]}
+    record.update((name, step[name]) for name in COMPARED if name in step)
+    loading.update(row[1] for row in step.get("load", ()))
+    if "deliver" in record:
+        reported = record["deliver"]
+        own = {
+            "ack": reported.get("ack", []),
+            "recv": [req_id for req_id in reported.get("recv", ()) if req_id in loading],
+        }
+        loading.difference_update(own["recv"])
+        record["deliver"] = {name: rows for name, rows in own.items() if rows}
+        if not record["deliver"]:
+            del record["deliver"]
+    if "error" in record and record["error"].get("where") not in ("schedule", "update"):
+        del record["error"]  # the scheduler's own
+    return record
+
+
+def replayed_steps(document: Mapping[str, Json]) -> Iterator[Record]:
+    """The same, as our connector decides them."""
+    workload = read_offload_workload(document["workload"])
+    driver = _Driver(workload, read_recorded_steps(document["steps"]), document["resolved"]["hash_block_size"])
+    return driver.run()
+
+
+class Labels:
+    """Keys by the name of the first request whose tokens agree with theirs."""
+
+    def __init__(self, workload: OffloadWorkload, index: TokenIndex, space: KeySpace) -> None:
+        self._space = space
+        self._prefixes: dict[int, str] = {}
+        self._group_ids: list[int] = []
+        self.contents = {spec.id: index.content(_all_tokens(spec), spec.salt) for spec in workload.requests}
+        for spec in workload.requests:
+            for place, key in enumerate(self.contents[spec.id].block_keys.tolist()):
+                self._prefixes.setdefault(key, f"{spec.id}@{(place + 1) * index.hash_block_size}")
+
+    def name_groups(self, group_ids: Sequence[int]) -> None:
+        self._group_ids = list(group_ids)
+
+    def name(self, key: int) -> str:
+        prefix, index = divmod(key, self._space.num_groups)
+        return f"{self._prefixes[prefix]}/{self._group_ids[index]}"
+
+    def names(self, keys: Keys) -> list[str]:
+        return [self.name(key) for key in keys.tolist()]
+
+
+def _all_tokens(spec: Any) -> list[int]:  # noqa: ANN401 - any request spec
+    """The prompt, and the output that the scripted model gives."""
+    prompt: list[int] = spec.prompt_token_ids
+    return prompt + [((len(prompt) + place) * 7 + 13) % 1000 for place in range(spec.max_tokens)]
+
+
+class _RecordingManager:
+    """Passes everything on, and notes what the vectors record."""
+
+    def __init__(
+        self, inner: CPUOffloadingManager | TieringOffloadingManager, clock: StepClock, names: KeyNames
+    ) -> None:
+        self.inner = inner
+        self.lookup_is_pure = inner.lookup_is_pure
+        self.last_loaded: Keys = np.empty(0, np.int64)
+        self._clock = clock
+        self._names = names.names
+        self.on_new_request = inner.on_new_request
+        self.lookup = inner.lookup
+        self.lookup_many = inner.lookup_many
+        self.touch = inner.touch
+        self.on_schedule_end = inner.on_schedule_end
+        self.has_pending_work = inner.has_pending_work
+        self.take_events = inner.take_events
+        self.get_load_source = inner.get_load_source
+        self.on_reset_flushed = inner.on_reset_flushed
+
+    def prepare_load(self, keys: Keys, context: RequestContext) -> ChunkIds:
+        self.last_loaded = keys
+        return self.inner.prepare_load(keys, context)
+
+    def prepare_store(self, keys: Keys, context: RequestContext) -> StorePlan | None:
+        plan = self.inner.prepare_store(keys, context)
+        accepted = None if plan is None else self._names(plan.keys)
+        chunk_ids = [] if plan is None else plan.chunk_ids.tolist()
+        self._clock.note("offer", [context.req_id, self._names(keys), accepted, chunk_ids])
+        self.note_evicted(plan)
+        return plan
+
+    def note_evicted(self, plan: StorePlan | None) -> None:
+        if plan is not None and len(plan.evicted):
+            self._clock.record.setdefault("cpu_evict", []).extend(self._names(plan.evicted))
+
+    def complete_store(self, keys: Keys, context: RequestContext, *, success: bool = True) -> None:
+        self._note_done(STORES, keys, context)
+        self.inner.complete_store(keys, context, success=success)
+
+    def complete_load(self, keys: Keys, context: RequestContext) -> None:
+        self._note_done(LOADS, keys, context)
+        self.inner.complete_load(keys, context)
+
+    def _note_done(self, kind: str, keys: Keys, context: RequestContext) -> None:
+        self._clock.note("done", [kind, context.req_id, sorted(self._names(keys))])
+
+    def on_request_finished(self, context: RequestContext) -> None:
+        self._clock.note("req_done", context.req_id)
+        self.inner.on_request_finished(context)
+
+    def reset_cache(self) -> None:
+        self._clock.record["cpu_reset"] = True
+        self.inner.reset_cache()
+
+
+@dataclass(slots=True)
+class TableBlocks:
+    """A request's tables as the scheduler shows them, and per group the blocks that have no hash."""
+
+    tables: Tables
+    unhashed: Tables
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return tuple(self.tables)
+
+    def get_unhashed_block_ids_all_groups(self) -> tuple[list[int], ...]:
+        return tuple(self.unhashed)
+
+
+class _Driver:
+    def __init__(self, workload: OffloadWorkload, steps: list[RecordedStep], tokens_per_hash: int) -> None:
+        self.workload = workload
+        self.steps = steps
+        self.layout = layout_of(workload, tokens_per_hash)
+        self.clock = StepClock()
+        self.space = KeySpace(len(self.layout.groups))
+        self.labels = Labels(workload, TokenIndex(tokens_per_hash), self.space)
+        self.labels.name_groups([group.group_id for group in self.layout.groups])
+        self.specs = {spec.id: spec for spec in workload.requests}
+        self.order = {spec.id: place for place, spec in enumerate(workload.requests)}
+        self.events: dict[int, list[OffloadEvent]] = {}
+        for event in workload.events:
+            self.events.setdefault(event.step, []).append(event)
+        self.tiers = [
+            StepTier(index, spec, self.clock, self.labels.names)
+            for index, spec in enumerate(workload.offload.tiers or ())
+        ]
+        self.primary = CPUOffloadingManager(
+            workload.offload.cpu_chunks,
+            self.space,
+            eviction_policy=workload.offload.eviction_policy,
+            store_threshold=workload.offload.store_threshold,
+            max_tracker_size=workload.offload.max_tracker_size,
+        )
+        self.manager = self._make_manager()
+        self.connector = OffloadingScheduler(self.layout, self.manager, self.space)
+        self.connector.lookup.observer = self._note_lookup
+        self.delays = Delays(workload.offload, workload.requests)
+        self.engines = [StepCopyEngine(self.clock, self.delays, rank) for rank in range(self.layout.num_workers)]
+        self.workers = [OffloadingWorker(engine) for engine in self.engines]
+        self.requests: dict[str, Request] = {}
+        self.unannounced: list[str] = []
+        """Ended, and not yet told to the workers."""
+        self.held: dict[str, None] = {}
+        """Ended while a load was running: the scheduler keeps them until it is over."""
+        self.junctions = Junctions(
+            self.layout, {req_id: content.block_keys for req_id, content in self.labels.contents.items()}
+        )
+        self.junction_of: dict[str, int] = {}
+        self.outputs: list[OffloadingOutput] = []
+        self.pending_recv: dict[str, int] = {}
+        self.looked_up: list[list[str]] = []
+        self.last_off: Record | None = None
+        self.last_cpu: Record | None = None
+
+    def _make_manager(self) -> _RecordingManager:
+        if self.workload.offload.tiers is None:
+            return _RecordingManager(self.primary, self.clock, self.labels)
+        tiering = TieringOffloadingManager(self.primary, self.tiers)
+        manager = _RecordingManager(tiering, self.clock, self.labels)
+
+        def note_promotion(key: int, context: RequestContext, plan: StorePlan | None) -> None:
+            chunk_ids = None if plan is None else plan.chunk_ids.tolist()
+            self.clock.note("promote", [context.req_id, [self.labels.name(key)], chunk_ids])
+            manager.note_evicted(plan)
+
+        tiering.on_promote = note_promotion
+        return manager
+
+    def _note_lookup(self, key: int, result: LookupResult) -> None:
+        self.looked_up.append([self.labels.name(key), LETTERS[LookupResult(result)]])
+
+    # -- a step -----------------------------------------------------------------------------------------------
+
+    def run(self) -> Iterator[Record]:
+        for place, step in enumerate(self.steps):
+            self.clock.step = step.k
+            record = self.clock.record = {"k": step.k}
+            where = "schedule"
+            try:
+                self._arrivals(step)
+                if not self._events(step):
+                    yield record
+                    return
+                if self._schedules():
+                    self._schedule(step, self.steps[place - 1] if place else None)
+                where = "update"
+                if not self.workload.engine.async_scheduling or step.upd_of is not None:
+                    self._update(step)
+            except EngineFatal as death:
+                record["error"] = {"where": where, "type": death.exception, "msg": death.message}
+                yield record
+                return
+            self._note_state()
+            yield record
+
+    def _arrivals(self, step: RecordedStep) -> None:
+        for req_id in step.add:
+            spec = self.specs[req_id]
+            request = Request(
+                req_id,
+                self.labels.contents[req_id],
+                num_prompt_tokens=len(spec.prompt_token_ids),
+                max_tokens=spec.max_tokens,
+                kv_transfer_params=spec.kv_params,
+            )
+            request.skip_reading_prefix_cache = spec.skip_read
+            self.requests[req_id] = request
+            self.connector.on_new_request(request)
+
+    def _events(self, step: RecordedStep) -> bool:
+        """Aborts and resets. False if the scheduler died of one."""
+        for event in self.events.get(step.k, ()):
+            for req_id in sorted(event.abort, key=lambda req_id: self.order.get(req_id, len(self.order))):
+                self._abort(req_id, step.k)
+            if step.error is not None and step.error.get("where") == "reset":
+                return False
+            if event.reset_connector:
+                self.connector.reset_cache()
+        return True
+
+    def _abort(self, req_id: str, k: int) -> None:
+        request = self.requests.get(req_id)
+        if request is None:
+            return
+        row = self.steps[k - 1].after.req.get(req_id) if k else None
+        if row is not None:
+            request.num_computed_tokens = row.num_computed
+            if row.status == _PARKED:
+                self.held[req_id] = None
+        request.status = RequestStatus.FINISHED_ABORTED
+        self._end(request)
+
+    def _end(self, request: Request) -> None:
+        del self.requests[request.request_id]
+        self.unannounced.append(request.request_id)
+        self.connector.request_finished(request, ())
+
+    def _schedules(self) -> bool:
+        """Whether schedule() was called: with asynchronous scheduling not if there was nothing to do."""
+        if not self.workload.engine.async_scheduling:
+            return True
+        return bool(self.requests or self.unannounced or self.held) or self.connector.has_pending_push_work()
+
+    def _schedule(self, step: RecordedStep, before: RecordedStep | None) -> None:
+        self._admissions(step)
+        shares = [*step.run, *self._in_order_of_admission(step)]
+        for share in shares:
+            self.requests[share.request_id].num_computed_tokens = share.num_computed
+        whole = {share.request_id for share in (*step.new, *step.resumed)}
+        self.junctions.follow(step, shares, whole, was_reset=step.reset is True)
+        finished = sorted(self.unannounced, key=lambda req_id: self.order[req_id])
+        self.unannounced.clear()
+        metadata = self.connector.build_connector_meta(
+            OffloadStep(
+                requests=[
+                    StepRequest(
+                        *(share.request_id, share.num_computed, share.num_tokens, share.blocks),
+                        is_full_table=share.request_id in whole,
+                        shared_prefix_boundary=self.junction_of.get(share.request_id, 0),
+                    )
+                    for share in shares
+                ],
+                preempted=step.preempted,
+                finished=finished,
+                copied_to=[destination for _, destination in step.cow],
+                handoffs={req_id: [Handoff(*row) for row in rows] for req_id, rows in step.boundary.items()},
+            )
+        )
+        metadata = metadata or OffloadingConnectorMetadata()
+        for job in metadata.store_jobs.values():
+            self.delays.note(job)
+            self.clock.note("store", self._store_row(job))
+        if metadata.jobs_to_flush:
+            self.clock.record["flush"] = sorted(metadata.jobs_to_flush)
+        self.outputs.append(self._run_workers(metadata))
+
+    def _admissions(self, step: RecordedStep) -> None:
+        """Lookups, each followed by what the scheduler then allocated."""
+        loads = {row.request_id: row for row in step.load}
+        tables: dict[str, Tables] = {share.request_id: share.blocks or [] for share in (*step.new, *step.resumed)}
+        others = {req_id: rows for req_id, _, rows in step.alloc2}
+        asked: set[str] = set()
+        for req_id, local, *_ in step.lookup:
+            asked.add(req_id)
+            self._look_up(req_id, local)
+            if req_id in loads:
+                self._load(step, loads[req_id], local, tables.get(req_id))
+            elif req_id in tables:
+                self._allocate(req_id, tables[req_id])
+            elif req_id in others:
+                self._allocate(req_id, others[req_id])
+        for req_id in (*tables, *others):
+            if req_id not in asked:
+                self._allocate(req_id, tables.get(req_id) or others[req_id])
+
+    def _look_up(self, req_id: str, local: int) -> None:
+        self.looked_up = []
+        request = self.requests[req_id]
+        self.junction_of[req_id] = self.junctions.find(req_id, local, request.num_tokens)
+        answer, is_async = self.connector.get_num_new_matched_tokens(request, local)
+        self.clock.note("lookup", [req_id, local, answer, is_async, self.looked_up])
+
+    def _allocate(self, req_id: str, tables: Tables) -> None:
+        blocks = TableBlocks(tables, [[] for _ in tables])
+        self.connector.update_state_after_alloc(self.requests[req_id], blocks, 0)
+
+    def _load(self, step: RecordedStep, row: LoadRow, local: int, tables: Tables | None) -> None:
+        """An asynchronous load's table is that at the end of the step; its blocks from `local` on have no hash."""
+        req_id, num_external = row.request_id, row.num_external
+        if tables is None:
+            tables = step.after.req[req_id].tables
+            sizes = [spec.block_size or self.workload.engine.block_size for spec in self.workload.groups]
+            unhashed = [
+                [block_id for block_id in table[-(-local // size) :] if block_id]
+                for table, size in zip(tables, sizes, strict=True)
+            ]
+        else:
+            unhashed = [[] for _ in tables]
+        job_id = self.connector.ledger.next_id
+        self.connector.update_state_after_alloc(self.requests[req_id], TableBlocks(tables, unhashed), num_external)
+        job = self.connector.load_jobs[job_id]
+        self.delays.note(job)
+        names = self.labels.names(self.manager.last_loaded)
+        queue = SYNC_LOADS if job.is_sync else LOADS
+        self.clock.note("load", [job_id, req_id, num_external, queue, names, *_copy_columns(job)])
+
+    def _in_order_of_admission(self, step: RecordedStep) -> list[ShareRow]:
+        """Finished loads first, then in the order of the lookups."""
+        asked = {row[0]: place for place, row in enumerate(step.lookup)}
+        ran = {
+            req_id: place for place, req_id in enumerate([*(row.request_id for row in step.out), *step.after.running])
+        }
+        return sorted(
+            (*step.new, *step.resumed),
+            key=lambda share: (asked.get(share.request_id, -1), ran.get(share.request_id, len(ran))),
+        )
+
+    def _store_row(self, job: TransferJob) -> list[Any]:
+        keys = self.primary.chunks.keys[job.chunk_ids]
+        return [job.job_id, job.req_id, self.labels.names(keys), *_copy_columns(job)]
+
+    # -- the workers ------------------------------------------------------------------------------------------
+
+    def _run_workers(self, metadata: OffloadingConnectorMetadata) -> OffloadingOutput:
+        output = OffloadingOutput()
+        recving: dict[str, None] = {}
+        for worker in self.workers:
+            worker.handle_preemptions(metadata)
+            worker.start_load_kv(metadata)
+            worker.wait_for_save(metadata)
+            report = worker.get_finished()
+            for job_id in report.completed:
+                output.completed_jobs[job_id] = output.completed_jobs.get(job_id, 0) + 1
+            for req_id in report.finished_recving:
+                left = self.pending_recv.get(req_id, len(self.workers)) - 1
+                self.pending_recv[req_id] = left
+                if not left:
+                    del self.pending_recv[req_id]
+                    recving[req_id] = None
+        output.finished_recving = sorted(recving, key=lambda req_id: self.order[req_id])
+        return output
+
+    def _update(self, step: RecordedStep) -> None:
+        """Sampled tokens first, then the workers' reports."""
+        output = self.outputs.pop(0)
+        for row in step.out:
+            request = self.requests[row.request_id]
+            request.num_tokens += len(row.tokens)
+            request.num_output_tokens += len(row.tokens)
+            if row.finish is not None:
+                request.status = _FINISHED[row.finish]
+                self._end(request)
+        deliver: Record = {}
+        if output.completed_jobs:
+            deliver["ack"] = [[job_id, count] for job_id, count in output.completed_jobs.items()]
+        if output.finished_recving:
+            deliver["recv"] = sorted(output.finished_recving)
+        if deliver:
+            self.clock.record["deliver"] = deliver
+        for req_id in output.finished_recving:
+            self.held.pop(req_id, None)
+        self.connector.update_connector_output(output)
+
+    # -- state ------------------------------------------------------------------------------------------------
+
+    def _note_state(self) -> None:
+        off, cpu = self._connector_state(), self._manager_state()
+        if off != self.last_off:
+            self.clock.record["off"] = self.last_off = off
+        if cpu != self.last_cpu:
+            self.clock.record["cpu"] = self.last_cpu = cpu
+
+    def _connector_state(self) -> Record:
+        connector, ledger = self.connector, self.connector.ledger
+        state: Record = {}
+        if ledger.jobs:
+            state["jobs"] = {str(job_id): [job.req_id, _kind(job), job.pending] for job_id, job in ledger.jobs.items()}
+        if ledger.fences:
+            state["fence"] = {str(block_id): sorted(job_ids) for block_id, job_ids in ledger.fences.items()}
+        if connector.chunks_being_loaded:
+            state["loading"] = sorted(self.labels.name(key) for key in connector.chunks_being_loaded)
+        if ledger.reset_fence:
+            state["reset_fence"] = {str(job_id): count for job_id, count in ledger.reset_fence.items()}
+        if connector.states:
+            state["req"] = {
+                req_id: [
+                    [group.next_stored_chunk_idx for group in of_request.groups],
+                    [group.num_keys for group in of_request.groups],
+                    [group.table.ids.tolist() for group in of_request.groups],
+                    sorted(of_request.jobs),
+                    int(of_request.finished_signaled),
+                ]
+                for req_id, of_request in connector.states.items()
+            }
+        return state
+
+    def _manager_state(self) -> Record:
+        chunks = self.primary.chunks
+        state = manager_state(self.primary, self.labels)
+        state["cpu_free"] = chunks.num_free
+        if chunks.free_list:
+            state["cpu_fl"] = list(chunks.free_list)
+        state["evictable"] = chunks.num_evictable
+        counts = counts_of(self.primary, self.labels)
+        if counts is not None:
+            state["counts"] = counts
+        if self.tiers:
+            state["tier_keys"] = [sorted(self.labels.name(key) for key in tier.keys) for tier in self.tiers]
+            tiering = self.manager.inner
+            if isinstance(tiering, TieringOffloadingManager) and tiering.promotions_held:
+                state["held"] = True
+        return state
+
+
+def _copy_columns(job: TransferJob) -> list[Any]:
+    """CPU chunk ids, GPU block ids, blocks per group, index of the first block per group."""
+    gpu = job.gpu
+    return [job.chunk_ids.tolist(), gpu.block_ids.tolist(), list(gpu.group_sizes), list(gpu.block_indices)]
+
+
+def _kind(job: Job) -> str:
+    if job.is_store:
+        return STORES
+    return SYNC_LOADS if job.is_sync_load else LOADS

@@ -1,0 +1,215 @@
+"""The CPU tier's manager: states, pins, room (vLLM: v1/kv_offload/cpu/manager.py).
+
+A chunk is not ready while its store is in flight, evictable when it is ready and nobody reads it, pinned otherwise.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from kvreplay.connectors.offloading.access import RequestAccess
+from kvreplay.connectors.offloading.arc import ARCPolicy
+from kvreplay.connectors.offloading.arrays import NO_CHUNKS, NO_KEYS, ChunkIds, Keys
+from kvreplay.connectors.offloading.chunks import NOT_READY, ChunkTable
+from kvreplay.connectors.offloading.context import OffloadPolicy, RequestContext
+from kvreplay.connectors.offloading.keys import KeySpace
+from kvreplay.connectors.offloading.lru import LRUPolicy
+from kvreplay.connectors.offloading.manager import LookupResult, LookupResults, OffloadingEvent, StorePlan
+from kvreplay.connectors.offloading.threshold import OfferCounts
+from kvreplay.errors import EngineFatal
+
+EVICTION_POLICIES: Final[dict[str, type[LRUPolicy] | type[ARCPolicy]]] = {"lru": LRUPolicy, "arc": ARCPolicy}
+
+
+class CPUOffloadingManager:
+    lookup_is_pure = True
+
+    def __init__(
+        self,
+        num_chunks: int,
+        space: KeySpace,
+        *,
+        eviction_policy: str = "lru",
+        store_threshold: int = 0,
+        max_tracker_size: int = 64_000,
+        enable_events: bool = False,
+    ) -> None:
+        self.chunks = ChunkTable(num_chunks)
+        self.space = space
+        self.policy: LRUPolicy | ARCPolicy = EVICTION_POLICIES[eviction_policy](self.chunks, space)
+        self.counts = OfferCounts(store_threshold, max_tracker_size) if store_threshold >= 2 else None
+        self.num_evicted = 0
+        self._generation = 0
+        self._events: list[OffloadingEvent] | None = [] if enable_events else None
+
+    # -- requests ---------------------------------------------------------------------------------------------
+
+    def on_new_request(self, context: RequestContext) -> OffloadPolicy:
+        self._access_of(context)
+        return OffloadPolicy.CHUNK_LEVEL
+
+    def on_request_finished(self, context: RequestContext) -> None:
+        access = context.access
+        if access is None or access.generation != self._generation or access.finished:
+            return
+        access.finished = True
+        self.policy.on_request_finished(self.space.in_prefix_order(access.seen), access)
+
+    def _access_of(self, context: RequestContext) -> RequestAccess:
+        if context.access is None or context.access.generation != self._generation:
+            context.access = RequestAccess(self._generation)
+        return context.access
+
+    def _note_access(self, keys: Keys, context: RequestContext, *, reused: Keys = NO_KEYS) -> None:
+        access = self._access_of(context)
+        new = access.see(keys)
+        if len(new):
+            assert not access.finished, f"{context.req_id}: new keys after its end"
+            self.policy.on_request_access(new, context)
+        if self.policy.distinguishes_reuse:
+            # Reading back what it inserted itself is no second access.
+            access.reused.update(set(reused.tolist()) - access.inserted)
+
+    # -- looking ----------------------------------------------------------------------------------------------
+
+    def lookup(self, key: int, context: RequestContext) -> LookupResult:
+        chunk_id = self.chunks.find_one(key)
+        if chunk_id < 0:
+            return LookupResult.MISS
+        return LookupResult.HIT_PENDING if self.chunks.ref_counts[chunk_id] == NOT_READY else LookupResult.HIT
+
+    def lookup_many(self, keys: Keys, context: RequestContext) -> LookupResults:
+        chunk_ids = self.chunks.find(keys)
+        results = np.where(self.chunks.is_ready(chunk_ids), LookupResult.HIT, LookupResult.HIT_PENDING)
+        results[chunk_ids < 0] = LookupResult.MISS
+        return results.astype(np.int8)
+
+    def get_load_source(self, key: int, context: RequestContext) -> str:
+        return "CPU"
+
+    # -- loads ------------------------------------------------------------------------------------------------
+
+    def prepare_load(self, keys: Keys, context: RequestContext) -> ChunkIds:
+        chunk_ids = self.prepare_read(keys)
+        self._note_access(keys, context, reused=keys)
+        return chunk_ids
+
+    def prepare_read(self, keys: Keys) -> ChunkIds:
+        """Pin without counting it as an access of the request: a copy to another tier."""
+        chunk_ids = self.chunks.find(keys)
+        if (chunk_ids < 0).any():
+            raise EngineFatal("AssertionError", "chunk not found in cache")
+        if not self.chunks.is_ready(chunk_ids).all():
+            raise EngineFatal("AssertionError", "chunk is not ready for reading")
+        self.chunks.pin(chunk_ids)
+        return chunk_ids
+
+    def complete_load(self, keys: Keys, context: RequestContext) -> None:
+        chunk_ids = self.chunks.find(keys)
+        if (chunk_ids < 0).any() or (self.chunks.ref_counts[chunk_ids] <= 0).any():
+            raise EngineFatal("AssertionError", "chunk is not being read")
+        self.policy.mark_evictable(self.chunks.unpin(chunk_ids))
+
+    # -- stores -----------------------------------------------------------------------------------------------
+
+    def prepare_store(self, keys: Keys, context: RequestContext) -> StorePlan | None:
+        return self.prepare_write(keys, context, protected=keys)
+
+    def prepare_write(self, keys: Keys, context: RequestContext, *, protected: Keys) -> StorePlan | None:
+        """`prepare_store`, which does not evict what it is offered; `protected`: what must stay, where it is more."""
+        if self.counts is not None:
+            self.counts.note(keys)
+        chunk_ids = self.chunks.find(keys)
+        is_candidate = chunk_ids < 0
+        is_reused = ~is_candidate & self.chunks.is_ready(chunk_ids)
+        if self.counts is not None:
+            is_candidate[is_candidate] = self.counts.admits(keys[is_candidate])
+        candidates = keys[is_candidate]
+        self._note_misses(candidates, context)
+        # Also where no room is found: an observation is made once, and has been made.
+        self._note_access(keys[is_candidate | is_reused], context, reused=keys[is_reused])
+        if not len(candidates):
+            return StorePlan(NO_KEYS, NO_CHUNKS, NO_KEYS)
+        evicted = self._make_room(len(candidates), protected)
+        return None if evicted is None else self._insert(candidates, evicted, context)
+
+    def _note_misses(self, keys: Keys, context: RequestContext) -> None:
+        """A policy learns from a miss once per request and key."""
+        if not self.policy.distinguishes_reuse or not len(keys):
+            return
+        missed = self._access_of(context).missed
+        new = np.array([key for key in keys.tolist() if key not in missed], np.int64)
+        self.policy.on_store_miss(new)
+        missed.update(new.tolist())
+
+    def _make_room(self, count: int, protected: Keys) -> Keys | None:
+        """Evict what `count` new chunks need, all or nothing, and nothing of what is protected."""
+        missing = count - self.chunks.num_free
+        if missing <= 0:
+            return NO_KEYS
+        if missing > self.chunks.num_evictable:
+            return None
+        victims = self.policy.evict(missing, protected)
+        if victims is None:
+            return None
+        evicted = self.chunks.drop(victims)
+        self.num_evicted += len(evicted)
+        if self._events is not None:
+            self._events.append(OffloadingEvent(evicted, is_removal=True))
+        return evicted
+
+    def _insert(self, keys: Keys, evicted: Keys, context: RequestContext) -> StorePlan:
+        chunk_ids = self.chunks.allocate(keys)
+        self.policy.insert(keys, chunk_ids, context)
+        if self.policy.distinguishes_reuse:
+            self._access_of(context).inserted.update(keys.tolist())
+        return StorePlan(keys, chunk_ids, evicted)
+
+    def complete_store(self, keys: Keys, context: RequestContext, *, success: bool = True) -> None:
+        chunk_ids = self.chunks.find(keys)
+        pending = chunk_ids >= 0
+        pending &= ~self.chunks.is_ready(chunk_ids)
+        chunk_ids, keys = chunk_ids[pending], keys[pending]
+        if not len(keys):
+            return
+        if success:
+            self.chunks.set_ready(chunk_ids)
+            self.policy.mark_evictable(chunk_ids)
+        else:
+            self.policy.remove(keys, chunk_ids)
+            self.chunks.fail(chunk_ids)
+            self.chunks.drop(chunk_ids)
+        if self._events is not None:
+            self._events.append(OffloadingEvent(keys, is_removal=not success, metadata_only=not success))
+
+    def touch(self, keys: Keys, context: RequestContext) -> None:
+        self.policy.touch(keys)
+
+    # -- the rest ---------------------------------------------------------------------------------------------
+
+    def on_schedule_end(self) -> None:
+        pass
+
+    def has_pending_work(self) -> bool:
+        return False
+
+    def take_events(self) -> Sequence[OffloadingEvent]:
+        if not self._events:
+            return ()
+        events, self._events = self._events, []
+        return [event for event in map(self._still_true, events) if len(event.keys)]
+
+    def _still_true(self, event: OffloadingEvent) -> OffloadingEvent:
+        """A failed store's key may have been stored again before anyone heard of the failure."""
+        if not event.metadata_only:
+            return event
+        return event._replace(keys=event.keys[self.chunks.find(event.keys) < 0])
+
+    def reset_cache(self) -> None:
+        self.policy.clear()
+        self.chunks.clear()
+        self._generation += 1
+
+    def on_reset_flushed(self) -> None:
+        pass

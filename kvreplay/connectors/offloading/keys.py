@@ -1,0 +1,53 @@
+"""Offload keys: what a chunk in the CPU tier is called.
+
+vLLM's key is the hash of the chunk's last hash block and the group's index (v1/kv_offload/base.py, make_offload_key).
+Hashes are chained, so a key names a whole prefix, and with it the position at which that prefix ends. Ours is a dense
+integer of the same meaning: `block key * num_groups + group`.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreplay.connectors.offloading.arrays import Keys, grown, lazy_zeros
+from kvreplay.kv.content import KeyArray
+
+
+class KeySpace:
+    """Makes keys, and remembers where each one's prefix ends. A position of 0 is not known."""
+
+    def __init__(self, num_groups: int) -> None:
+        assert num_groups > 0
+        self.num_groups = num_groups
+        self._positions = lazy_zeros(1024)
+
+    def make(self, block_keys: KeyArray, group: int, ends: NDArray[np.int64]) -> Keys:
+        """The keys of the prefixes whose last hash blocks are `block_keys`; `ends`: their tokens."""
+        keys: Keys = block_keys * self.num_groups + group
+        self.note(keys, ends)
+        return keys
+
+    def note(self, keys: Keys, ends: NDArray[np.int64]) -> None:
+        if len(keys):
+            self._positions = grown(self._positions, int(keys.max()))
+            self._positions[keys] = ends
+
+    def positions(self, keys: Keys) -> NDArray[np.int64]:
+        if not len(keys):
+            return np.empty(0, np.int64)
+        self._positions = grown(self._positions, int(keys.max()))
+        return self._positions[keys].astype(np.int64)
+
+    def groups(self, keys: Keys) -> NDArray[np.int64]:
+        return keys % self.num_groups
+
+    def in_prefix_order(self, keys: Keys) -> Keys:
+        """Head to tail over all groups, ties by group. Keys without a position keep their place within the group."""
+        positions, groups = self.positions(keys), self.groups(keys)
+        if positions.all():
+            return keys[np.lexsort((groups, positions))]
+        of_group = (keys[groups == group] for group in range(self.num_groups))
+        return np.concatenate([self._in_order_of_group(part) for part in of_group])
+
+    def _in_order_of_group(self, keys: Keys) -> Keys:
+        positions = self.positions(keys)
+        return keys[np.argsort(positions, kind="stable")] if positions.all() else keys

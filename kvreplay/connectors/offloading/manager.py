@@ -1,0 +1,95 @@
+"""The managers' interface: who knows which chunks are offloaded, and where (vLLM: v1/kv_offload/base.py).
+
+A manager lives in the scheduler. Between its first call in a `schedule()` and `on_schedule_end` nobody else enters it,
+so that a hit found by `lookup` can be pinned by `prepare_load` in the same step.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreplay.connectors.offloading.arrays import ChunkIds, Keys
+from kvreplay.connectors.offloading.context import OffloadPolicy, RequestContext
+
+
+class LookupResult(IntEnum):
+    MISS = 0
+    HIT = 1
+    HIT_PENDING = 2
+    """There, but still being written."""
+    RETRY = 3
+    """Not known yet."""
+
+
+LookupResults = NDArray[np.int8]
+
+
+class StorePlan(NamedTuple):
+    """What `prepare_store` accepted of an offer: where each key goes, and whom it displaced."""
+
+    keys: Keys
+    chunk_ids: ChunkIds
+    evicted: Keys
+
+
+class OffloadingEvent(NamedTuple):
+    """Keys that a tier has got or lost. `metadata_only`: lost without ever having been announced."""
+
+    keys: Keys
+    is_removal: bool
+    medium: str = "CPU"
+    metadata_only: bool = False
+
+
+class OffloadingManager(Protocol):
+    lookup_is_pure: bool
+    """`lookup` changes nothing, so that `lookup_many` may ask about more than a scan then needs."""
+
+    def on_new_request(self, context: RequestContext) -> OffloadPolicy: ...
+
+    def lookup(self, key: int, context: RequestContext) -> LookupResult: ...
+
+    def lookup_many(self, keys: Keys, context: RequestContext) -> LookupResults:
+        """Only where `lookup_is_pure`."""
+        ...
+
+    def prepare_load(self, keys: Keys, context: RequestContext) -> ChunkIds:
+        """Pin ready chunks; where each is. Asking for one that is not there, or not ready, is fatal."""
+        ...
+
+    def complete_load(self, keys: Keys, context: RequestContext) -> None: ...
+
+    def prepare_store(self, keys: Keys, context: RequestContext) -> StorePlan | None:
+        """Make room for those of `keys` that are worth storing. None: there is not enough."""
+        ...
+
+    def complete_store(self, keys: Keys, context: RequestContext, *, success: bool = True) -> None: ...
+
+    def touch(self, keys: Keys, context: RequestContext) -> None: ...
+
+    def on_request_finished(self, context: RequestContext) -> None:
+        """After its last `prepare_store`."""
+        ...
+
+    def on_schedule_end(self) -> None: ...
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must keep stepping although it has no request."""
+        ...
+
+    def take_events(self) -> Sequence[OffloadingEvent]: ...
+
+    def get_load_source(self, key: int, context: RequestContext) -> str:
+        """The medium that a loaded key came from, for the accounts."""
+        ...
+
+    def reset_cache(self) -> None:
+        """Forget everything, pins included."""
+        ...
+
+    def on_reset_flushed(self) -> None:
+        """Every job that was in flight at the reset has been reported."""
+        ...

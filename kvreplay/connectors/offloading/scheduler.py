@@ -1,0 +1,391 @@
+"""The scheduler's half of the OffloadingConnector (vLLM: offloading/scheduler.py, OffloadingConnectorScheduler)."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from kvreplay.connectors.offloading.arrays import Keys
+from kvreplay.connectors.offloading.behaviour import VLLM_0_33, OffloadBehaviour
+from kvreplay.connectors.offloading.context import OffloadPolicy, context_of
+from kvreplay.connectors.offloading.handoffs import HandoffStores
+from kvreplay.connectors.offloading.keys import KeySpace
+from kvreplay.connectors.offloading.layout import OffloadLayout
+from kvreplay.connectors.offloading.ledger import Job, JobLedger
+from kvreplay.connectors.offloading.load_boundary import BOUNDARIES
+from kvreplay.connectors.offloading.lookup import ChunkLookup
+from kvreplay.connectors.offloading.manager import OffloadingManager
+from kvreplay.connectors.offloading.request_state import GroupState, RequestState
+from kvreplay.connectors.offloading.stores import StoreBuilder
+from kvreplay.connectors.offloading.structs import (
+    GpuBlocks,
+    OffloadingConnectorMetadata,
+    OffloadingOutput,
+    OffloadStep,
+    StepRequest,
+    TransferJob,
+)
+from kvreplay.engine.connector import KVConnectorOutput, RequestBlocks
+from kvreplay.engine.request import Request
+from kvreplay.errors import EngineFatal
+
+
+class OffloadingScheduler:
+    """One engine's. `max_loadable`: how far beyond the local hit a load may reach, where groups that are not offloaded
+    limit it; None: nothing does."""
+
+    requires_kv_delivery = False
+    lookup_is_pure = False
+
+    def __init__(
+        self,
+        layout: OffloadLayout,
+        manager: OffloadingManager,
+        space: KeySpace,
+        *,
+        behaviour: OffloadBehaviour = VLLM_0_33,
+        max_loadable: Callable[[Request, int], int] | None = None,
+    ) -> None:
+        self.layout = layout
+        self.manager = manager
+        self.behaviour = behaviour
+        self.ledger = JobLedger()
+        self.states: dict[str, RequestState] = {}
+        self.num_allocation_failures = 0
+        """Offers for which the CPU tier had no room."""
+        self.chunks_being_loaded: set[int] | None = set() if layout.enable_prefix_caching else None
+        """Whoever hits one of these waits, and then finds it in the GPU's prefix cache."""
+        self.lookup = ChunkLookup(
+            layout, manager, self.chunks_being_loaded, widens_drafters=behaviour.eagle_lookup == "widened"
+        )
+        self.stores = StoreBuilder(layout, manager, self.ledger, behaviour, self._note_allocation_failure)
+        self._handoffs = HandoffStores(layout, manager, self.stores, behaviour, self._note_allocation_failure)
+        self._boundary = BOUNDARIES[behaviour.boundary]
+        self._space = space
+        self._max_loadable = max_loadable
+        self._defers_readmission = behaviour.readmission == "defer"
+        self._forgets_all_stale = behaviour.stale_ids == "all"
+
+        # What this step has decided so far.
+        self.load_jobs: dict[int, TransferJob] = {}
+        self.sync_loads: set[str] = set()
+        self._sync_load_tokens = 0
+        self._jobs_to_flush: set[int] = set()
+        self.allocated: set[int] = set()
+        """Blocks given to requests in this step, hits included."""
+
+    def _note_allocation_failure(self, req_id: str) -> None:
+        self.num_allocation_failures += 1
+
+    # -- requests come ----------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        context = context_of(request.request_id, request.kv_transfer_params)
+        policy = self.manager.on_new_request(context)
+        self.states[request.request_id] = RequestState(request, context, self.layout, self._space, policy)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        state = self.states[request.request_id]
+        state.clear_tables()
+        state.rewind()
+        if state.jobs and self._defers_readmission:
+            return None, False
+        state.notice_keys()
+        state.num_local_tokens = num_computed_tokens
+        hit: int | None = 0
+        if not request.skip_reading_prefix_cache:
+            bound = None if self._max_loadable is None else self._max_loadable(request, num_computed_tokens)
+            hit = self.lookup.find(state, bound)
+        is_sync = self._reserve_sync_load(state, hit)
+        return hit, bool(hit) and not is_sync
+
+    def _reserve_sync_load(self, state: RequestState, hit: int | None) -> bool:
+        """Whether the step waits for this load: what it may bring in so is limited. A token must be left to compute."""
+        request, budget = state.request, self.layout.sync_load_budget
+        self.sync_loads.discard(request.request_id)
+        if not budget or not hit or state.num_local_tokens + hit >= request.num_tokens:
+            return False
+        if self._sync_load_tokens + hit > budget:
+            return False
+        self._sync_load_tokens += hit
+        self.sync_loads.add(request.request_id)
+        return True
+
+    # -- requests get blocks ----------------------------------------------------------------------------------
+
+    def update_state_after_alloc(self, request: Request, blocks: RequestBlocks, num_external_tokens: int) -> None:
+        tables = blocks.get_block_ids()
+        # Also for other connectors' loads: their blocks may be the source of a store.
+        for table in tables:
+            self.allocated.update(table)
+        self.allocated.discard(0)
+        if not num_external_tokens:
+            return
+        state = self.states[request.request_id]
+        state.loaded_from_offload = True
+        is_sync = request.request_id in self.sync_loads
+        total = state.num_local_tokens + num_external_tokens
+        _engine_asserts(state.partial_tail_boundary in (None, total), "partial_tail_boundary == num_cached_tokens")
+        unhashed = blocks.get_unhashed_block_ids_all_groups()
+        loads = [
+            self._load_of_group(
+                state, index, tables[group.group_id], set(unhashed[group.group_id]), total, is_sync=is_sync
+            )
+            for index, group in enumerate(self.layout.groups)
+        ]
+        self._open_load(state, loads, is_sync=is_sync)
+        state.partial_tail_boundary = None
+
+    def _load_of_group(
+        self, state: RequestState, index: int, table: list[int], unhashed: set[int], total: int, *, is_sync: bool
+    ) -> tuple[Keys, list[int], int]:
+        """Keys, destination blocks, and the first one's place in the table."""
+        group_state = state.groups[index]
+        group = group_state.group
+        end = -(-total // group.tokens_per_block)
+        _engine_asserts(len(table) >= end, "len(group_blocks) >= num_gpu_blocks")
+        start = self._boundary.start(
+            table,
+            unhashed,
+            local=state.num_local_tokens,
+            tokens_per_block=group.tokens_per_block,
+            end=end,
+            is_sync=is_sync,
+        )
+        if group.is_windowed:
+            limit = group.window_chunks * group.blocks_per_chunk + 1
+            _engine_asserts(
+                end - start <= limit, "num_pending_gpu_blocks <= sliding_window_size_in_chunks * blocks_per_chunk + 1"
+            )
+        num_chunks = -(-total // group.tokens_per_chunk)
+        keys = (
+            self._keys_to_load(state, index, start // group.blocks_per_chunk, num_chunks) if start < end else _NO_KEYS
+        )
+        if state.policy is OffloadPolicy.CHUNK_LEVEL:
+            group_state.next_stored_chunk_idx = num_chunks
+        return keys, table[start:end], start
+
+    def _keys_to_load(self, state: RequestState, index: int, first: int, num_chunks: int) -> Keys:
+        group_state = state.groups[index]
+        boundary = state.partial_tail_boundary
+        end = num_chunks if boundary is None else num_chunks - 1
+        _engine_asserts(len(group_state.keys) >= end, "len(offload_keys) >= end_chunk_idx")
+        keys = group_state.keys[first:end]
+        if boundary is None:
+            return keys
+        tail = state.boundary_key(index, boundary + self.layout.proof_margin(group_state.group))
+        return np.append(keys, tail)
+
+    def _open_load(self, state: RequestState, loads: list[tuple[Keys, list[int], int]], *, is_sync: bool) -> None:
+        req_id = state.request.request_id
+        keys = np.concatenate([keys for keys, _, _ in loads])
+        chunk_ids = self.manager.prepare_load(keys, state.context)
+        gpu = GpuBlocks(
+            np.array([block_id for _, blocks, _ in loads for block_id in blocks], np.int32),
+            tuple(len(blocks) for _, blocks, _ in loads),
+            tuple(start for _, _, start in loads),
+        )
+        _engine_asserts(not state.jobs, "not req_status.transfer_jobs")
+        job_id = self.ledger.open(
+            Job(
+                req_id,
+                self.layout.num_workers,
+                keys,
+                is_store=False,
+                num_blocks=len(gpu.block_ids),
+                is_sync_load=is_sync,
+            )
+        )
+        state.jobs[job_id] = None
+        self.load_jobs[job_id] = TransferJob(job_id, req_id, False, gpu, chunk_ids, is_sync)
+        if self.chunks_being_loaded is not None and not is_sync:
+            self.chunks_being_loaded.update(keys.tolist())
+
+    # -- the end of schedule() --------------------------------------------------------------------------------
+
+    def build_connector_meta(self, step: OffloadStep) -> OffloadingConnectorMetadata | None:
+        """Orders for the workers; what was gathered in this step is spent."""
+        self._update_states(step)
+        self._flush_preempted(step.preempted)
+        if self.ledger.fences:
+            self._jobs_to_flush |= self.ledger.fenced_by(self.allocated)
+        store_jobs = {job.job_id: job for job in self._handoffs.build(step, self.states)}
+        store_jobs.update(self._build_stores(step))
+        metadata = OffloadingConnectorMetadata(self.load_jobs, store_jobs, self._jobs_to_flush)
+        for req_id in step.finished:
+            self._sign_off(req_id)
+        self.load_jobs = {}
+        self.sync_loads = set()
+        self._sync_load_tokens = 0
+        self._jobs_to_flush = set()
+        self.allocated = set()
+        self.manager.on_schedule_end()
+        return metadata or None
+
+    def _update_states(self, step: OffloadStep) -> None:
+        lengths_before: dict[str, tuple[int, ...]] = {}
+        for share in step.requests:
+            state = self.states[share.request_id]
+            state.notice_keys()
+            state.shared_prefix_boundary = share.shared_prefix_boundary
+            if share.is_full_table:
+                state.clear_tables()
+            if share.blocks is not None:
+                lengths_before[share.request_id] = tuple(len(group.table) for group in state.groups)
+                state.extend_tables(share.blocks)
+                for group in self.layout.groups:
+                    self.allocated.update(np.asarray(share.blocks[group.group_id]).tolist())
+        self.allocated.update(step.copied_to)
+        self.allocated.discard(0)
+        if self.layout.windowed and self.allocated:
+            self._forget_stale_ids(lengths_before)
+
+    def _forget_stale_ids(self, lengths_before: dict[str, tuple[int, ...]]) -> None:
+        """A block that has left a window may have been given to someone else: its old place is nobody's now."""
+        allocated = np.fromiter(self.allocated, np.int32, len(self.allocated))
+        for req_id, state in self.states.items():
+            lengths = lengths_before.get(req_id)
+            for index in self.layout.windowed:
+                group_state = state.groups[index]
+                end = len(group_state.table) if lengths is None else lengths[index]
+                start = self._first_watched(group_state)
+                if start < end:
+                    ids = group_state.table.ids[start:end]
+                    ids[np.isin(ids, allocated)] = 0
+
+    def _first_watched(self, group_state: GroupState) -> int:
+        if self._forgets_all_stale:
+            return 0
+        return group_state.next_stored_chunk_idx * group_state.group.blocks_per_chunk
+
+    def _flush_preempted(self, preempted: Sequence[str]) -> None:
+        """A preempted request's blocks are as good as overwritten."""
+        for req_id in preempted:
+            state = self.states.get(req_id)
+            if state is None:
+                continue
+            # After a reset it may have been preempted and be loading again in this very step.
+            job_ids = [job_id for job_id in state.jobs if job_id not in self.load_jobs]
+            if job_ids:
+                _engine_asserts(
+                    self.ledger.jobs[job_ids[0]].tolerates_others, "any_job.is_store or any_job.is_sync_load"
+                )
+                self._jobs_to_flush.update(job_ids)
+
+    def _build_stores(self, step: OffloadStep) -> dict[int, TransferJob]:
+        """Requests in scheduling order, then those that have ended."""
+        jobs: dict[int, TransferJob] = {}
+        shares = [*step.requests, *(StepRequest(req_id, 0, 0, None) for req_id in step.finished)]
+        for share in shares:
+            state = self.states.get(share.request_id)
+            if state is None:
+                continue
+            job = self.stores.build(state, state.tokens_after(share.num_scheduled_tokens, share.num_computed_tokens))
+            if job is None:
+                continue
+            jobs[job.job_id] = job
+            if state.request.status.is_finished:
+                self._fence_finished(job.job_id)
+        return jobs
+
+    def _fence_finished(self, job_id: int) -> None:
+        """A store of blocks that have been freed already: some may belong to others as of this step."""
+        deferred = self.ledger.jobs[job_id].deferred_fence
+        self.ledger.fence(job_id, deferred)
+        if not self.allocated.isdisjoint(deferred):
+            self._jobs_to_flush.add(job_id)
+
+    def _sign_off(self, req_id: str) -> None:
+        state = self.states.get(req_id)
+        if state is None:
+            return
+        state.finished_signaled = True
+        self.manager.on_request_finished(state.context)
+        if not state.jobs:
+            del self.states[req_id]
+
+    # -- reports and ends -------------------------------------------------------------------------------------
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must keep stepping although nobody waits for anything."""
+        return bool(self.ledger.jobs or self.ledger.reset_fence) or self.manager.has_pending_work()
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        if isinstance(output, OffloadingOutput):
+            self._complete_jobs(output.completed_jobs.items())
+
+    def _complete_jobs(self, reports: Iterable[tuple[int, int]]) -> None:
+        for job_id, count in reports:
+            if self.ledger.is_stale(job_id):
+                if self.ledger.note_stale_report(job_id, count):
+                    self.manager.on_reset_flushed()
+                continue
+            job = self.ledger.jobs.get(job_id)
+            if job is None:
+                raise EngineFatal("KeyError", str(job_id))
+            job.pending -= count
+            if job.pending > 0:
+                continue
+            _engine_asserts(job.pending == 0, "job_status.pending_count == 0")
+            self._complete(job_id, job)
+
+    def _complete(self, job_id: int, job: Job) -> None:
+        state = self.states[job.req_id]
+        if job.is_store:
+            self.manager.complete_store(job.keys, state.context)
+        else:
+            self.manager.complete_load(job.keys, state.context)
+            if self.chunks_being_loaded:
+                self.chunks_being_loaded.difference_update(job.keys.tolist())
+        self.ledger.close(job_id, request_has_ended=state.request.status.is_finished)
+        del state.jobs[job_id]
+        if state.finished_signaled and not state.jobs:
+            del self.states[job.req_id]
+
+    def request_finished(self, request: Request, blocks: object) -> bool:
+        """Its last chunks are stored in the next step; until then what it holds is known only by number."""
+        state = self.states.get(request.request_id)
+        if state is None:
+            context = context_of(request.request_id, request.kv_transfer_params)
+            self.manager.on_new_request(context)
+            self.manager.on_request_finished(context)
+            return False
+        state.notice_keys()
+        for job_id in state.jobs:
+            self.ledger.fence(job_id, self.ledger.jobs[job_id].deferred_fence)
+        return False
+
+    def has_pending_block_frees(self) -> bool:
+        return False
+
+    def reset_cache(self) -> bool:
+        """Forget everything that is offloaded. What is in flight is flushed, and its reports are disregarded."""
+        _engine_asserts(
+            not (self.load_jobs or self.sync_loads or self._jobs_to_flush or self.allocated), "between steps only"
+        )
+        self._jobs_to_flush.update(self.ledger.jobs)
+        for req_id, state in list(self.states.items()):
+            if state.request.status.is_finished:
+                if not state.finished_signaled:
+                    self.manager.on_request_finished(state.context)
+                del self.states[req_id]
+        self.manager.reset_cache()
+        for state in self.states.values():
+            state.rewind()
+            state.jobs.clear()
+            state.partial_tail_boundary = None
+        had_jobs = bool(self.ledger.jobs)
+        self.ledger.reset()
+        if not had_jobs and not self.ledger.reset_fence:
+            self.manager.on_reset_flushed()
+        if self.chunks_being_loaded is not None:
+            self.chunks_being_loaded.clear()
+        return True
+
+
+_NO_KEYS: Keys = np.empty(0, np.int64)
+
+
+def _engine_asserts(condition: bool, text: str) -> None:  # noqa: FBT001 - reads as an assertion
+    """An assertion of vLLM's connector: where it does not hold, the engine dies."""
+    if not condition:
+        raise EngineFatal("AssertionError", text)

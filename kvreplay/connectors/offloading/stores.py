@@ -1,0 +1,238 @@
+"""What to store, and from which blocks (vLLM: offloading/scheduler.py, _build_store_jobs).
+
+Chunks are offered to the manager as they fill, in the order of the request's table. A request's index moves on only if
+the offer was dealt with: when there is no room it is made again in the next step.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreplay.connectors.offloading.arrays import ChunkIds, Keys, Mask
+from kvreplay.connectors.offloading.behaviour import OffloadBehaviour
+from kvreplay.connectors.offloading.layout import SLIDING_WINDOW, OffloadGroup, OffloadLayout
+from kvreplay.connectors.offloading.ledger import Job, JobLedger
+from kvreplay.connectors.offloading.manager import OffloadingManager, StorePlan
+from kvreplay.connectors.offloading.reachable import Horizon, StoreMask
+from kvreplay.connectors.offloading.request_state import GroupState, RequestState
+from kvreplay.connectors.offloading.structs import GpuBlocks, TransferJob
+from kvreplay.errors import EngineFatal
+from kvreplay.kv.block_pool import BlockIds
+
+Indices = NDArray[np.int64]
+
+
+class _Range(NamedTuple):
+    """Chunks [start, end) of a group are looked at.
+
+    `horizon`: where its last segment ends, in chunks; None: unknown. `reconsiders`: `start` may lie below what has
+    been offered, because the request has ended elsewhere than was expected.
+    """
+
+    start: int
+    end: int
+    horizon: int | None
+    reconsiders: bool
+    prompt_horizon: int
+
+
+class _Offer(NamedTuple):
+    """Chunks that one group offers."""
+
+    chunks: Indices
+    keys: Keys
+
+
+class StoreBuilder:
+    """`on_allocation_failure` is told of each offer that found no room."""
+
+    def __init__(
+        self,
+        layout: OffloadLayout,
+        manager: OffloadingManager,
+        ledger: JobLedger,
+        behaviour: OffloadBehaviour,
+        on_allocation_failure: Callable[[str], None],
+    ) -> None:
+        self._layout = layout
+        self._manager = manager
+        self._ledger = ledger
+        self._on_allocation_failure = on_allocation_failure
+        self._clamps_aborted = behaviour.abort_clamp == "blocks"
+        self._masks = tuple(
+            StoreMask(
+                group,
+                layout.alignment_tokens,
+                layout.retention_interval,
+                covers_lookup=behaviour.window_mask == "lookup",
+            )
+            for group in layout.groups
+        )
+
+    def storable_tokens(self, state: RequestState, num_tokens: int) -> int:
+        """How much of `num_tokens` may be stored at all."""
+        num = min(num_tokens, state.request.num_tokens)
+        if state.max_offload_tokens is not None:
+            num = min(num, state.max_offload_tokens)
+        return min(num, state.request.num_prompt_tokens) if self._layout.offload_prompt_only else num
+
+    def build(self, state: RequestState, num_tokens: int) -> TransferJob | None:
+        """Offer what is complete once the request has `num_tokens` tokens; the copy of what was accepted."""
+        num_tokens = self.storable_tokens(state, num_tokens)
+        has_ended = state.request.status.is_finished
+        if num_tokens == state.settled_tokens and not has_ended:
+            return None
+        ranges = [self._range(state, group_state, num_tokens) for group_state in state.groups]
+        offers = [self._offer(state, index, chunks_range) for index, chunks_range in enumerate(ranges)]
+        offered = np.concatenate([offer.keys for offer in offers])
+        plan = self._manager.prepare_store(offered, state.context) if len(offered) else None
+        if plan is None and len(offered):
+            self._on_allocation_failure(state.request.request_id)
+            return None
+        self._advance(state, ranges)
+        state.settled_tokens = num_tokens
+        if plan is None or not len(plan.keys):
+            return None
+        return self._job(state, offers, plan)
+
+    def _advance(self, state: RequestState, ranges: list[_Range]) -> None:
+        # Never back: at the end of an aligned prompt a drafter has one chunk less to store.
+        for group_state, chunks_range in zip(state.groups, ranges, strict=True):
+            group_state.next_stored_chunk_idx = max(group_state.next_stored_chunk_idx, chunks_range.end)
+
+    # -- which chunks -----------------------------------------------------------------------------------------
+
+    def _range(self, state: RequestState, group_state: GroupState, num_tokens: int) -> _Range:
+        group = group_state.group
+        has_ended = state.request.status.is_finished
+        end = state.storable_chunks(group_state, num_tokens, clamps_to_blocks=self._clamps_aborted or not has_ended)
+        start = group_state.next_stored_chunk_idx
+        prompt_horizon = self.storable_tokens(state, state.request.num_prompt_tokens) // group.tokens_per_chunk
+        segment = self._segment_blocks(group)
+        reconsiders = has_ended and end != prompt_horizon and segment is not None
+        if reconsiders:
+            assert segment is not None
+            end_block = end * group.blocks_per_chunk
+            start = min(start, (end_block - end_block % segment) // group.blocks_per_chunk)
+        return _Range(
+            start, end, self._horizon(group, end, prompt_horizon, has_ended=has_ended), reconsiders, prompt_horizon
+        )
+
+    def _segment_blocks(self, group: OffloadGroup) -> int | None:
+        """Blocks from one possible end of a hit to the next, where the request's own end makes a difference."""
+        alignment = self._layout.alignment_tokens
+        if (
+            self._layout.retention_interval is not None
+            or alignment is None
+            or group.is_drafter
+            or group.kind != SLIDING_WINDOW
+            or alignment % group.tokens_per_block
+        ):
+            return None
+        return alignment // group.tokens_per_block
+
+    def _horizon(self, group: OffloadGroup, end: int, prompt_horizon: int, *, has_ended: bool) -> int | None:
+        if self._layout.retention_interval is not None or group.is_drafter:
+            return None
+        if has_ended:
+            return end
+        # The frontier of decoding is no end at which somebody could hit.
+        return prompt_horizon if end <= prompt_horizon else None
+
+    def _offer(self, state: RequestState, index: int, chunks_range: _Range) -> _Offer:
+        group_state = state.groups[index]
+        group, (start, end, *_) = group_state.group, chunks_range
+        if group.is_aligned_state or end <= start:
+            return _Offer(np.empty(0, np.int64), group_state.keys[:0])
+        size = group.blocks_per_chunk
+        blocks = group_state.table.ids[start * size : end * size]
+        if len(blocks) != (end - start) * size:
+            raise EngineFatal("AssertionError", "_build_store_jobs: keys and block ids differ in number")
+        wanted = self._is_wanted(state, index, chunks_range, blocks.reshape(-1, size))
+        chunks = start + np.flatnonzero(wanted)
+        return _Offer(chunks, group_state.keys[chunks])
+
+    def _is_wanted(self, state: RequestState, index: int, chunks_range: _Range, blocks: BlockIds) -> Mask:
+        """Which chunks of the range to offer; `blocks` has a row for each."""
+        wanted: Mask = blocks[:, -1] != 0
+        if not state.groups[index].group.is_windowed:
+            return wanted
+        reachable = self._reachable(state, index, chunks_range, chunks_range.horizon)
+        if chunks_range.reconsiders:
+            expected = self._reachable(state, index, chunks_range, chunks_range.prompt_horizon).any(axis=1)
+            is_old = np.arange(chunks_range.start, chunks_range.end) < state.groups[index].next_stored_chunk_idx
+            wanted &= ~(is_old & expected)
+        # Of a chunk with a reachable null block a part would never be written.
+        wanted &= reachable.any(axis=1) & ~((blocks == 0) & reachable).any(axis=1)
+        return wanted
+
+    def _reachable(self, state: RequestState, index: int, chunks_range: _Range, horizon: int | None) -> Mask:
+        size = self._layout.blocks_per_chunk
+        start, end = chunks_range.start * size, chunks_range.end * size
+        boundaries: tuple[int, ...] = ()
+        if self._layout.retention_interval is not None:
+            boundaries = (state.request.num_prompt_tokens - 1, state.shared_prefix_boundary)
+        final = None if horizon is None else horizon * size
+        mask = self._masks[index].blocks(start, end, Horizon(final, boundaries))
+        return (np.ones(end - start, np.bool_) if mask is None else mask).reshape(-1, size)
+
+    # -- the copy ---------------------------------------------------------------------------------------------
+
+    def _job(self, state: RequestState, offers: list[_Offer], plan: StorePlan) -> TransferJob:
+        if any(not self._ledger.jobs[job_id].tolerates_others for job_id in state.jobs):
+            raise EngineFatal("AssertionError", "_build_store_jobs: a load is pending")
+        sources = [
+            self._source(group_state, offer, plan) for group_state, offer in zip(state.groups, offers, strict=True)
+        ]
+        gpu = GpuBlocks(
+            np.concatenate([blocks for blocks, _ in sources]),
+            tuple(len(blocks) for blocks, _ in sources),
+            tuple(first for _, first in sources),
+        )
+        fenced, deferred = [
+            tuple(
+                block_id
+                for group, (blocks, _) in zip(self._layout.groups, sources, strict=True)
+                if group.is_windowed == is_windowed
+                for block_id in blocks.tolist()
+            )
+            for is_windowed in (True, False)
+        ]
+        return self.open(state, plan.keys, gpu, plan.chunk_ids, fenced=fenced, deferred_fence=deferred)
+
+    def _source(self, group_state: GroupState, offer: _Offer, plan: StorePlan) -> tuple[BlockIds, int]:
+        """Blocks of the chunks that were accepted, and the first one's place in the table."""
+        chunks = offer.chunks[np.isin(offer.keys, plan.keys)]
+        size = group_state.group.blocks_per_chunk
+        places = (chunks[:, np.newaxis] * size + np.arange(size)).ravel()
+        blocks = group_state.table.ids[places]
+        is_real = blocks != 0
+        return blocks[is_real], int(places[is_real][0]) if is_real.any() else 0
+
+    def open(
+        self,
+        state: RequestState,
+        keys: Keys,
+        gpu: GpuBlocks,
+        chunk_ids: ChunkIds,
+        *,
+        fenced: tuple[int, ...],
+        deferred_fence: tuple[int, ...] = (),
+    ) -> TransferJob:
+        """Enter a store into the books."""
+        req_id = state.request.request_id
+        job_id = self._ledger.open(
+            Job(
+                req_id,
+                self._layout.num_workers,
+                keys,
+                is_store=True,
+                num_blocks=len(gpu.block_ids),
+                fenced=fenced,
+                deferred_fence=deferred_fence,
+            )
+        )
+        state.jobs[job_id] = None
+        return TransferJob(job_id, req_id, True, gpu, chunk_ids)
