@@ -626,6 +626,7 @@ class Scheduler:
         reports = model_output.kv_connector_output
         if reports is None and not out.shares and self.lockstep.next_finish() != out.step:
             self.skipped = []
+            self.next_output_step = out.step + 1
             self._in_step = False
             return []
         skip: dict[str, None] = {}
