@@ -114,6 +114,7 @@ class Instance:
         self._single_steps = single_steps
         self._arrivals: list[Request] = []
         self._aborts: list[str] = []
+        self._preemptions: list[str] = []
         self._in_flight: SchedulerOutput | None = None
         self._coast: _Coast | None = None
         self._timer: Timer | None = None
@@ -157,6 +158,10 @@ class Instance:
             return
         if self._coast is not None:
             self._shorten_coast(self._coast)
+        elif self._in_flight is None and self._timer is not None and self._timer.daemon:
+            time_ns = self._timer.time_ns
+            self._loop.cancel(self._timer)
+            self._set_timer(time_ns, self._begin_step)
         elif self._in_flight is None and self._timer is None:
             now = self._loop.now_ns
             wake_ns = now
@@ -170,9 +175,13 @@ class Instance:
         self.poke()
 
     def preempt(self, request_id: str) -> bool:
-        """An action fault: take a running request's blocks as a shortage would. False if it does not run now."""
-        self.catch_up()
-        return self._in_flight is None and self.scheduler.preempt(request_id)
+        """An action fault: before the next step, take a running request's blocks as a shortage would. False if it does
+        not run now."""
+        if request_id not in self.scheduler.running:
+            return False
+        self._preemptions.append(request_id)
+        self.poke()
+        return True
 
     def kill(self, cause: str) -> None:
         """The process is gone: every live request on it fails, nothing is sent any more."""
@@ -199,8 +208,11 @@ class Instance:
     # Steps
     # =========================================================================================================
 
-    def _set_timer(self, time_ns: int, action: Callable[[], None]) -> None:
-        self._timer = self._loop.call_at(time_ns, action, rank=self._rank)
+    def _set_timer(self, time_ns: int, action: Callable[[], None], *, daemon: bool = False) -> None:
+        # Circles, and polls that only ask again, keep no run alive: nothing comes of them by themselves.
+        self._timer = self._loop.call_at(
+            time_ns, action, rank=self._rank, daemon=daemon or self.scheduler.is_livelocked
+        )
 
     def _sync_clock(self) -> None:
         self._log.now_ns = self._loop.now_ns
@@ -253,6 +265,10 @@ class Instance:
                 else:
                     scheduler.add_request(request)
         self._apply_aborts()
+        if self._preemptions:
+            preemptions, self._preemptions = self._preemptions, []
+            for request_id in preemptions:
+                scheduler.preempt(request_id)
 
     def _apply_aborts(self) -> None:
         if self._aborts:
@@ -356,6 +372,8 @@ class Instance:
         progress = progress and not self.scheduler.has_nothing_to_do
         if progress or self._arrivals or self._aborts or (self._workers is not None and self._workers.has_report()):
             self._set_timer(now + POLL_NS, self._begin_step)
+        elif self.scheduler.must_ask_again:
+            self._set_timer(now + POLL_NS, self._begin_step, daemon=True)
         else:
             self._polls_from_ns = now
 

@@ -34,6 +34,7 @@ class Request:
     __slots__ = (
         "arrival_ns",
         "arrival_order",
+        "attempts",
         "clean_until",
         "content",
         "failed_load_end",
@@ -130,6 +131,9 @@ class Request:
         """The first wrong block that it read (engine.worker.WrongBlock)."""
         self.output_taint = 0
         """0, or its taint when it first sampled a token from wrong contents: its output is wrong from then on."""
+
+        self.attempts = 0
+        """Times that it was parked or preempted since it last sampled a token."""
 
         # What the accounts remember.
         self.first_token_ns: int | None = None

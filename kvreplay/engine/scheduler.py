@@ -28,6 +28,9 @@ from kvreplay.kv.block_table import BlockTable
 from kvreplay.kv.cache_manager import BlocksOfRequest, Hit, KVCacheManager
 from kvreplay.kv.specs import FULL
 
+LIVELOCK_ATTEMPTS = 1000
+"""A request that has been parked or preempted so often without a token in between never gets anywhere."""
+
 _FINISH_REASONS = {
     RequestStatus.FINISHED_STOPPED: "stop",
     RequestStatus.FINISHED_LENGTH_CAPPED: "length",
@@ -104,6 +107,8 @@ class Scheduler:
         self.finished_recving: dict[str, None] = {}
         self.failed_recving: dict[str, None] = {}
         self.finished_req_ids: list[str] = []
+        self.livelocked: dict[str, Request] = {}
+        """Requests that go round in circles: counted as stalled, though something keeps happening to them."""
         self.on_blocks_freed: Callable[[Request, Sequence[BlockIds]], None] | None = None
         self.on_leave_lockstep: Callable[[Request], None] | None = None
         self.on_invalid_evicted: Callable[[list[int]], None] | None = None
@@ -367,6 +372,7 @@ class Scheduler:
         victim.is_prefill_chunk = False
         victim.num_preemptions += 1
         self.num_preemptions += 1
+        self._count_attempt(victim)
         self.waiting.prepend(victim)
         self._scan = _Scan.UNKNOWN
         self._preempted_since.append(victim.request_id)
@@ -536,6 +542,7 @@ class Scheduler:
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = computed
         request.num_external_tokens = num_external
+        self._count_attempt(request)
         self.inflight_prefills[request.request_id] = request
         self.log.parked(request, num_external, self.kv.num_blocks_held(request.request_id))
         if self.on_parked is not None:
@@ -682,6 +689,8 @@ class Scheduler:
         token = self.sampler.sample(request, request.num_computed_tokens)
         request.num_tokens += 1
         request.num_output_tokens += 1
+        if request.attempts:
+            self._forget_attempts(request)
         if request.taint and not request.output_taint:
             request.output_taint = request.taint
         if request.first_token_ns is None:
@@ -749,6 +758,7 @@ class Scheduler:
         request_id = request.request_id
         self._blocks_changed()
         self._ready_holding.pop(request_id, None)
+        self.livelocked.pop(request_id, None)
         if request.lockstep_since is not None:
             self._leave_lockstep(request, in_flight=self._in_flight is not None)
         if self.running.pop(request_id, None) is None:
@@ -824,6 +834,20 @@ class Scheduler:
         self._preempt(request)
         return True
 
+    def _count_attempt(self, request: Request) -> None:
+        request.attempts += 1
+        if request.attempts == LIVELOCK_ATTEMPTS:
+            self.livelocked[request.request_id] = request
+
+    def _forget_attempts(self, request: Request) -> None:
+        request.attempts = 0
+        self.livelocked.pop(request.request_id, None)
+
+    @property
+    def is_livelocked(self) -> bool:
+        """Whether all that is left to do is done in vain."""
+        return bool(self.livelocked) and len(self.livelocked) == len(self.running) + self.num_waiting
+
     # =========================================================================================================
     # Caching
     # =========================================================================================================
@@ -877,6 +901,11 @@ class Scheduler:
     def has_nothing_to_do(self) -> bool:
         """Whether `schedule()` would change nothing until something comes from outside."""
         return not self.running and not self.finished_req_ids and not self._preempted_since and self._scan_is_futile
+
+    @property
+    def must_ask_again(self) -> bool:
+        """Whether a queued request waits for a connector that may answer otherwise the next time it is asked."""
+        return not self._may_settle and self.num_waiting > 0 and len(self.running) < self.max_num_active
 
     @property
     def _scan_is_futile(self) -> bool:

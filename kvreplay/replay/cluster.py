@@ -7,6 +7,7 @@ from typing import Final
 from kvreplay.behaviour import Behaviour
 from kvreplay.connectors.mooncake.config import BOOTSTRAP_ATTEMPTS
 from kvreplay.engine.request import Request, RequestStatus
+from kvreplay.engine.scheduler import Scheduler
 from kvreplay.events import Event, EventSink
 from kvreplay.faults.injector import Injector
 from kvreplay.faults.plan import FaultPlan
@@ -159,7 +160,7 @@ class Cluster:
                 num_tokens=request.parked_since_ns if parked else request.arrival_ns,
                 num_blocks=held,
                 status=request.status.name,
-                cause="remote KV" if parked else "free blocks" if not held else "a turn to run",
+                cause=_waiting_on(node.instance.scheduler, request, held),
             )
         )
 
@@ -169,6 +170,14 @@ class Cluster:
             if node.is_up:
                 self.findings.recount(node.instance)
                 self.findings.check_drained(node.instance)
+
+
+def _waiting_on(scheduler: Scheduler, request: Request, num_blocks_held: int) -> str:
+    if request.request_id in scheduler.livelocked:
+        return f"progress: {request.attempts} times parked or preempted without a token"
+    if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+        return "remote KV"
+    return "a turn to run" if num_blocks_held else "free blocks"
 
 
 def _peer_of(params: dict[str, object]) -> str | None:
