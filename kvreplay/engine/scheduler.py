@@ -991,12 +991,13 @@ class Scheduler:
         if self.log.wants_blocks or not pool.enable_caching:
             self._grow_openly(members)
             return
-        if self._output_is_shared:
-            self._blocks_changed()
+        is_shared = self._output_is_shared
         for request in members:
             table = tables[request.request_id]
             index = table.num_blocks - 1
             if table.num_cached == index:
+                if is_shared:
+                    self._blocks_changed()
                 block_id = pool.cache_and_take_one(table.view[index], request.lockstep_keys[index])
                 table.num_cached = index + 1
             else:
