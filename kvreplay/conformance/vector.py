@@ -37,17 +37,26 @@ class Vector:
 
 
 def find_files(places: Iterable[Path]) -> list[Path]:
-    """Files as they are given, of folders everything that may be JSON, in order of name. Raises ConfigError."""
+    """Files as they are given; of folders, but not hidden ones inside, what may be JSON, in order of name.
+
+    Raises ConfigError.
+    """
     found: dict[Path, None] = {}
     for place in places:
         if place.is_dir():
-            inside = sorted(path for path in place.rglob("*") if path.suffix in SUFFIXES and path.is_file())
-            found.update(dict.fromkeys(inside))
+            found.update(dict.fromkeys(sorted(_files_inside(place))))
         elif place.exists():
             found[place] = None
         else:
             raise ConfigError(f"{place}: no such file or folder")
     return list(found)
+
+
+def _files_inside(folder: Path) -> Iterator[Path]:
+    for path in folder.rglob("*"):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.suffix in SUFFIXES and not hidden and path.is_file():
+            yield path
 
 
 def read_vector(path: Path) -> Vector | None:

@@ -53,9 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = options.command(VllmOracle(), options)
     except KvReplayError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    return status
+        message = str(error)
+    except OSError as error:
+        message = f"{error.filename}: {(error.strerror or str(error)).lower()}"
+    else:
+        return status
+    sys.stderr.write(f"error: {message}\n")
+    return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -205,6 +209,7 @@ def fuzz_engines(oracle: VllmOracle, options: argparse.Namespace) -> int:
         sys.stdout.write(f"seed {finding.seed} differs; the smallest workload that does:\n")
         sys.stdout.write(f"  {_dumps(finding.workload)}\n")
         _write_differences(finding.differences)
+        sys.stdout.flush()
         if options.output is not None:
             options.output.mkdir(parents=True, exist_ok=True)
             (options.output / f"seed{finding.seed}.json").write_text(vector_text(oracle, finding.workload))

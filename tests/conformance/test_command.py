@@ -163,6 +163,7 @@ def test_json_that_is_no_vector_is_ignored(command: Command, write: Write, docum
 def test_folders_are_searched_through_and_a_file_is_counted_once(command: Command, write: Write) -> None:
     folder = write("deep/er/x.json")
     (folder / "notes.txt").write_text("{")
+    write(".hidden/x.json")
     _, out, _ = command(folder, folder / "deep", folder / "deep/er/x.json")
     assert out == f"{ORACLE}: 1 of 1 vectors equal, 0 differ, 0 skipped\n"
 
