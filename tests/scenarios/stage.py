@@ -1,0 +1,234 @@
+"""A small cluster on which stories are played: its config, its clients, and everything that then happens.
+
+Numbers are round, so that a story's times can be worked out by hand: a step takes 10 ms whatever it does, a
+message 1 ms, and bytes take no time.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from kvreplay.behaviour import profile
+from kvreplay.connectors.mooncake.config import MooncakeConfig
+from kvreplay.engine.config import CacheConfig, SchedulerConfig
+from kvreplay.events import DETAIL_BLOCKS, Event, ListSink
+from kvreplay.faults.plan import make_plan
+from kvreplay.ids import NS_PER_MS
+from kvreplay.kv.content_index import mix64
+from kvreplay.kv.specs import KVCacheGroupSpec
+from kvreplay.replay.cluster import Cluster, RunSettings
+from kvreplay.replay.config import (
+    ConnectorConfig,
+    KvConfig,
+    ModelConfig,
+    ReplayConfig,
+    Role,
+    RoleConfig,
+    TopologyConfig,
+)
+from kvreplay.replay.network import LinkTiming
+from kvreplay.replay.timing import StepTiming
+from kvreplay.trace.workload import Arrival, ClientAbort, Workload
+
+BLOCK = 4
+STEP_MS = 10
+LINK_MS = 1
+MAX_MODEL_LEN = 64
+PREFIX_TOKENS = 4
+"""Tokens per prefix hash: each block of a prompt has its own."""
+
+TIMING = StepTiming(fixed_ns=STEP_MS * NS_PER_MS, per_prefill_token_ps=0, per_request_ns=0, per_kv_token_ps=0)
+UNEVEN_TIMING = StepTiming(
+    fixed_ns=7_000_001, per_prefill_token_ps=123_457_001, per_request_ns=10_007, per_kv_token_ps=1_003
+)
+"""Every step takes its own time, with fractions."""
+
+
+Check = Literal["on", "off", "every-read"]
+
+# -- the cluster ----------------------------------------------------------------------------------------------
+
+
+def role(
+    *,
+    num_gpu_blocks: int = 33,
+    timing: StepTiming = TIMING,
+    enable_prefix_caching: bool = True,
+    **scheduler: Any,  # noqa: ANN401 - fields of SchedulerConfig
+) -> RoleConfig:
+    settings: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 8, **scheduler}
+    return RoleConfig(
+        scheduler=SchedulerConfig(max_model_len=MAX_MODEL_LEN, **settings),
+        cache=CacheConfig(num_gpu_blocks=num_gpu_blocks, enable_prefix_caching=enable_prefix_caching),
+        timing=timing,
+    )
+
+
+def single(decode: RoleConfig | None = None, *, check: Check = "on") -> ReplayConfig:
+    """One engine, E0."""
+    return _cluster({"engine": decode or role()}, TopologyConfig(instances=1), ConnectorConfig(), check)
+
+
+def pair(
+    *, prefill: RoleConfig | None = None, decode: RoleConfig | None = None, check: Check = "on", **mooncake: float
+) -> ReplayConfig:
+    """One prefill and one decode instance, P0 and D0."""
+    connector = ConnectorConfig(kind="mooncake", options=MooncakeConfig(**mooncake))  # type: ignore[arg-type]
+    roles: dict[Role, RoleConfig] = {"prefill": prefill or role(), "decode": decode or role()}
+    return _cluster(roles, TopologyConfig(prefill=1, decode=1), connector, check)
+
+
+def _cluster(
+    roles: dict[Role, RoleConfig], topology: TopologyConfig, connector: ConnectorConfig, check: Check
+) -> ReplayConfig:
+    return ReplayConfig(
+        model=ModelConfig(
+            name="tiny", groups=(KVCacheGroupSpec(block_size=BLOCK, bytes_per_token=1),), max_model_len=MAX_MODEL_LEN
+        ),
+        connector=connector,
+        topology=topology,
+        network=LinkTiming(latency_ns=LINK_MS * NS_PER_MS, bandwidth_bytes_per_s=10**15),
+        kv=KvConfig(check=check),
+        roles=roles,
+    )
+
+
+# -- the clients ----------------------------------------------------------------------------------------------
+
+
+def prompt(chunks: Sequence[object], prompt_tokens: int, chunk_tokens: int = PREFIX_TOKENS) -> dict[str, Any]:
+    """Chained prefix hashes of a prompt whose c-th chunk holds the text `chunks[c]`, as far as it is long.
+
+    Two prompts share as many tokens as their chunks agree from the start; the last chunk may be partial.
+    """
+    count = -(-prompt_tokens // chunk_tokens)
+    assert len(chunks) >= count, f"{count} chunks for {prompt_tokens} tokens"
+    hashes, parent = [], 1
+    for place, chunk in enumerate(chunks[:count]):
+        length = min(chunk_tokens, prompt_tokens - place * chunk_tokens)
+        parent = mix64(parent, *str(chunk).encode(), length)
+        hashes.append(parent)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "prefix_hashes": np.array(hashes, np.uint64),
+        "prefix_hash_tokens": chunk_tokens,
+    }
+
+
+def request(
+    name: str,
+    at_ms: float = 0,
+    *,
+    prompt_tokens: int = 8,
+    output_tokens: int = 3,
+    text: Sequence[object] | str = "",
+    **params: Any,  # noqa: ANN401 - the arrival's params
+) -> Arrival:
+    """`text`: a chunk per character; nothing in common with anyone else without it."""
+    chunks = text or [f"{name}{place}" for place in range(-(-prompt_tokens // PREFIX_TOKENS))]
+    return Arrival(
+        request_id=name,
+        time_ns=round(at_ms * NS_PER_MS),
+        output_tokens=output_tokens,
+        params=params,
+        **prompt(chunks, prompt_tokens),
+    )
+
+
+def workload(*arrivals: Arrival, aborts: Iterable[tuple[str, float]] = ()) -> Workload:
+    """In order of time. `aborts`: (request, at which ms)."""
+    by_time = sorted(arrivals, key=lambda arrival: arrival.time_ns)
+    return Workload(tuple(by_time), tuple(ClientAbort(name, round(at * NS_PER_MS)) for name, at in aborts))
+
+
+# -- the play -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Play:
+    """A run that is over."""
+
+    cluster: Cluster
+    sink: ListSink
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """All of them, in the order of a trace; a cause is the place of its event in this list."""
+        events = self.sink.events
+        order = sorted(range(len(events)), key=lambda place: _order(events[place]))
+        rank = {handle: place for place, handle in enumerate(order)}
+        return [
+            event._replace(cause_handle=rank[event.cause_handle]) if event.cause_handle is not None else event
+            for event in (events[place] for place in order)
+        ]
+
+    def of(self, *kinds: str, instance: str | None = None, request_id: str | None = None) -> list[Event]:
+        return [
+            event
+            for event in self.events
+            if event.kind in kinds
+            and (instance is None or event.instance == instance)
+            and (request_id is None or event.request_id == request_id)
+        ]
+
+    def log(self, *kinds: str, instance: str | None = None, columns: Sequence[str] = ()) -> list[tuple[Any, ...]]:
+        """(ms, kind, instance, request, ...) of each event, as the columns ask for."""
+        return [
+            (event.time_ns / NS_PER_MS, event.kind, event.instance, event.request_id)
+            + tuple(getattr(event, column) for column in columns)
+            for event in (self.of(*kinds, instance=instance) if kinds else self.events)
+            if instance is None or event.instance == instance
+        ]
+
+    def ends(self) -> dict[str | None, tuple[str, str | None, float]]:
+        """Request → (last kind of end, instance, ms) as the client sees it."""
+        served = {event.request_id: event.instance for event in self.of("request.routed")}
+        kinds = ("request.finished", "request.failed", "request.aborted", "request.rejected", "request.stalled")
+        return {
+            event.request_id: (event.kind.removeprefix("request."), event.instance, event.time_ns / NS_PER_MS)
+            for event in self.of(*kinds)
+            if event.instance is not None and event.instance == served.get(event.request_id)
+        }
+
+    @property
+    def violations(self) -> list[Event]:
+        return self.of("violation")
+
+    def num_free(self, instance: str) -> int:
+        (node,) = (node for node in self.cluster.nodes if node.name == instance)
+        return node.instance.scheduler.pool.num_free
+
+
+def _order(event: Event) -> tuple[int, str, int]:
+    return event.time_ns, event.instance or "", -1 if event.step is None else event.step
+
+
+def play(
+    config: ReplayConfig,
+    workload: Workload,
+    *inject: str,
+    behaviour: str = "vllm-0.33",
+    recompute: bool = False,
+    seed: int = 0,
+    detail: int = DETAIL_BLOCKS,
+    **settings: Any,  # noqa: ANN401 - fields of RunSettings
+) -> Play:
+    """Play the workload, with these faults."""
+    sink = ListSink(detail)
+    cluster = Cluster(
+        RunSettings(
+            config=config,
+            behaviour=profile(behaviour),
+            recompute=recompute,
+            plan=make_plan(inject),
+            seed=seed,
+            **settings,
+        ),
+        workload,
+        sink,
+    )
+    cluster.run()
+    return Play(cluster, sink)
