@@ -58,6 +58,8 @@ class RecomputeAccounts:
     def note_full_load(self, request: Request) -> None:
         """Every token was loaded; the last one is computed again to sample from it."""
         request.full_hit_end = request.num_tokens
+        # What had been evicted before has just been loaded again.
+        request.seen_end = min(request.seen_end, request.num_tokens - 1)
         self.refresh(request)
 
     @staticmethod
