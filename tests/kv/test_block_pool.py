@@ -1,0 +1,292 @@
+"""BlockPool: references, reuse order, the prefix cache."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from numpy.typing import NDArray
+
+from kvreplay.errors import EngineFatal
+from kvreplay.kv.block_pool import NO_KEY, BlockPool
+from tests.kv.reference_pool import ReferencePool
+
+
+def ids(*block_ids: int) -> NDArray[np.int64]:
+    return np.array(block_ids, np.int64)
+
+
+def keys(*values: int) -> NDArray[np.int64]:
+    return np.array(values, np.int64)
+
+
+def freed(pool: BlockPool, *block_ids: int) -> list[int]:
+    """The free queue after freeing these."""
+    pool.free_blocks(ids(*block_ids))
+    queue: list[int] = pool.free_queue().tolist()
+    return queue
+
+
+class TestReuse:
+    def test_a_new_pool_gives_blocks_in_order_and_never_the_null_block(self) -> None:
+        pool = BlockPool(5)
+        assert pool.get_new_blocks(4).tolist() == [1, 2, 3, 4]
+        assert pool.num_free == 0
+
+    def test_running_short_kills_the_engine(self) -> None:
+        pool = BlockPool(5)
+        with pytest.raises(EngineFatal, match=r"^ValueError: Cannot get 5 free blocks from the pool$"):
+            pool.get_new_blocks(5)
+
+    def test_unhashed_blocks_are_reused_first_hashed_ones_last_and_tails_before_heads(self) -> None:
+        """Spec, 5.4: blocks of 4, 7 usable; a request of 10 tokens, then one of 12 others."""
+        pool = BlockPool(8)
+        first = pool.get_new_blocks(3)
+        pool.cache(first[:2], keys(10, 11))
+        assert freed(pool, 3, 2, 1) == [3, 4, 5, 6, 7, 2, 1]
+        pool.touch(ids(1, 2))
+        assert pool.get_new_blocks(1).tolist() == [3]
+        third = pool.get_new_blocks(3)
+        assert third.tolist() == [4, 5, 6]
+        pool.cache(third, keys(20, 21, 22))
+        assert freed(pool, 3, 2, 1) == [3, 7, 2, 1]
+        assert freed(pool, 6, 5, 4) == [3, 7, 2, 1, 6, 5, 4]
+
+    def test_null_blocks_are_not_freed(self) -> None:
+        pool = BlockPool(4)
+        pool.get_new_blocks(3)
+        assert freed(pool, 0, 2, 0) == [2]
+
+    @pytest.mark.parametrize("again", [(1,), (2, 1)])
+    def test_freeing_twice_is_a_bug_in_the_caller(self, again: tuple[int, ...]) -> None:
+        pool = BlockPool(4)
+        pool.get_new_blocks(3)
+        pool.free_blocks(ids(1))
+        with pytest.raises(AssertionError, match=r"^block freed twice$"):
+            pool.free_blocks(ids(*again))
+
+    def test_a_shared_block_is_freed_with_its_last_holder(self) -> None:
+        pool = BlockPool(3)
+        pool.get_new_blocks(1)
+        pool.touch(ids(1))
+        assert freed(pool, 1) == [2]
+        assert freed(pool, 1) == [1, 2]
+
+    def test_without_prefix_caching_every_block_goes_to_the_head(self) -> None:
+        pool = BlockPool(4, enable_caching=False)
+        pool.get_new_blocks(2)
+        assert freed(pool, 2, 1) == [2, 1, 3]
+
+    def test_usage_counts_cached_free_blocks_as_free(self) -> None:
+        """Spec, 5.7: 7 usable, 3 in use."""
+        pool = BlockPool(8)
+        taken = pool.get_new_blocks(5)
+        pool.cache(taken, keys(1, 2, 3, 4, 5))
+        pool.free_blocks(taken[3:])
+        assert pool.usage == pytest.approx(3 / 7)
+
+    def test_the_queue_goes_on_for_ever(self) -> None:
+        """It is a log that is moved back to its middle now and then."""
+        pool = BlockPool(6)
+        for _ in range(201):
+            pool.free_blocks(pool.get_new_blocks(5)[::-1])
+        assert pool.free_queue().tolist() == [5, 4, 3, 2, 1]
+        for step in range(200):
+            taken = pool.get_new_blocks(5)
+            pool.cache(taken, keys(*range(5 * step, 5 * step + 5)))
+            pool.free_blocks(taken)
+        assert sorted(pool.free_queue().tolist()) == [1, 2, 3, 4, 5]
+        assert pool.num_evicted == 199 * 5
+
+
+class TestPrefixCache:
+    def test_same_content_twice_is_two_blocks_and_the_first_one_is_hit(self) -> None:
+        """Spec, 5.5: two requests of 9 tokens in one step; then block 1 goes."""
+        pool = BlockPool(10)
+        for _ in range(2):
+            pool.cache(pool.get_new_blocks(3)[:2], keys(10, 11))
+        assert pool.num_cached_keys == 2
+        assert pool.find_prefix(keys(10, 11)).tolist() == [1, 2]
+        pool.evict_blocks([1])
+        assert pool.find_prefix(keys(10, 11)).tolist() == [4, 2]
+
+    def test_a_prefix_ends_at_the_first_miss(self) -> None:
+        pool = BlockPool(10)
+        pool.cache(pool.get_new_blocks(3), keys(0, 1, 3))
+        assert pool.find_prefix(keys(0, 1, 2, 3)).tolist() == [1, 2]
+        assert pool.find_prefix(keys(2, 3)).tolist() == []
+        assert pool.find_prefix(keys()).tolist() == []
+
+    def test_unknown_keys_are_looked_up_without_harm(self) -> None:
+        pool = BlockPool(4, num_keys=2)
+        assert pool.find(keys(1, 1000)).tolist() == [0, 0]
+
+    def test_reuse_evicts_and_tells_in_order(self) -> None:
+        pool = BlockPool(5)
+        told: list[int] = []
+        pool.on_evict = lambda block_ids: told.extend(block_ids.tolist())
+        taken = pool.get_new_blocks(4)
+        pool.cache(taken[:3], keys(7, 8, 9))
+        pool.free_blocks(taken[::-1])
+        assert pool.get_new_blocks(3).tolist() == [4, 3, 2]
+        assert pool.take_one() == 1
+        assert told == [3, 2, 1]
+        assert (pool.num_evicted, pool.num_cached_keys) == (3, 0)
+
+    def test_evicting_moves_no_block(self) -> None:
+        """Spec, 5.6: in use it stays in use, free it stays where it is."""
+        pool = BlockPool(5)
+        taken = pool.get_new_blocks(4)
+        pool.cache(taken, keys(1, 2, 3, 4))
+        pool.free_blocks(ids(2, 3))
+        assert pool.evict_blocks([1, 3, 3, 0]) == [1, 3]
+        assert pool.free_queue().tolist() == [2, 3]
+        assert pool.ref_counts.tolist()[1:] == [1, 0, 0, 1]
+        assert pool.find(keys(1, 2, 3, 4)).tolist() == [0, 2, 0, 4]
+        assert pool.num_evicted == 0, "evicted for a reason of its own"
+
+    def test_evicting_a_block_that_is_none_kills_the_engine(self) -> None:
+        with pytest.raises(EngineFatal, match=r"^AssertionError: Invalid block_id 5$"):
+            BlockPool(5).evict_blocks([5])
+
+    def test_a_reset_needs_an_idle_pool_and_keeps_the_order(self) -> None:
+        pool = BlockPool(4)
+        taken = pool.get_new_blocks(2)
+        pool.cache(taken, keys(1, 2))
+        assert not pool.reset()
+        assert pool.num_cached_keys == 2
+        pool.free_blocks(taken)
+        assert pool.reset()
+        assert pool.find(keys(1, 2)).tolist() == [0, 0]
+        assert pool.free_queue().tolist() == [3, 1, 2]
+        assert pool.num_cached_keys == 0
+
+    def test_hits_that_are_free_have_to_leave_the_queue(self) -> None:
+        pool = BlockPool(5)
+        taken = pool.get_new_blocks(3)
+        pool.cache(taken, keys(1, 2, 3))
+        pool.free_blocks(ids(3, 2))
+        assert pool.num_evictable(ids(0, 1, 2, 3)) == 2
+
+    def test_which_blocks_have_a_hash(self) -> None:
+        pool = BlockPool(4)
+        pool.cache(pool.get_new_blocks(2)[1:], keys(1))
+        assert pool.is_cached(ids(0, 1, 2, 3)).tolist() == [False, False, True, False]
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Whatever is done, the pool and the obvious one agree in everything that can be seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[int] = []
+        self.tables: list[list[int]] = []
+        """What the callers hold, one reference per entry."""
+
+    @initialize(num_blocks=st.integers(2, 9), enable_caching=st.sampled_from([True, True, True, False]))
+    def start(self, num_blocks: int, enable_caching: bool) -> None:
+        self.pool = BlockPool(num_blocks, num_keys=3, enable_caching=enable_caching)
+        self.pool.on_evict = lambda block_ids: self.told.extend(block_ids.tolist())
+        self.reference = ReferencePool(num_blocks, enable_caching=enable_caching)
+
+    # -- what a caller may do ----------------------------------------------------------------------------
+
+    @rule(share=st.integers(0, 9))
+    def take(self, share: int) -> None:
+        count = min(share, self.pool.num_free)
+        expected = self.reference.get_new_blocks(count)
+        assert self.pool.get_new_blocks(count).tolist() == expected
+        self.tables.append(expected)
+
+    @precondition(lambda self: self.pool.num_free)
+    @rule()
+    def take_one(self) -> None:
+        (expected,) = self.reference.get_new_blocks(1)
+        assert self.pool.take_one() == expected
+        self.tables.append([expected])
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        """A whole table in any order, with null blocks in it."""
+        table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        ordered = data.draw(st.permutations(table + [0] * data.draw(st.integers(0, 2))))
+        self.pool.free_blocks(ids(*ordered))
+        self.reference.free_blocks(ordered)
+
+    @precondition(lambda self: self.pool.enable_caching)
+    @rule(data=st.data())
+    def cache(self, data: st.DataObject) -> None:
+        uncached = sorted({block_id for table in self.tables for block_id in table} - set(self.reference.key_of))
+        if uncached:
+            block_ids = data.draw(st.lists(st.sampled_from(uncached), unique=True, min_size=1))
+            chosen = data.draw(
+                st.lists(st.integers(0, 7), unique=True, min_size=len(block_ids), max_size=len(block_ids))
+                if len(block_ids) <= 8
+                else st.permutations(range(len(block_ids)))
+            )
+            self.pool.cache(ids(*block_ids), keys(*chosen))
+            self.reference.cache(block_ids, chosen)
+
+    @precondition(lambda self: self.pool.enable_caching)
+    @rule(data=st.data(), key=st.integers(0, 7), takes=st.booleans())
+    def cache_one(self, data: st.DataObject, key: int, takes: bool) -> None:
+        uncached = sorted({block_id for table in self.tables for block_id in table} - set(self.reference.key_of))
+        if uncached:
+            block_id = data.draw(st.sampled_from(uncached))
+            self.reference.cache([block_id], [key])
+            if takes and self.reference.free:
+                (expected,) = self.reference.get_new_blocks(1)
+                assert self.pool.cache_and_take_one(block_id, key) == expected
+                self.tables.append([expected])
+            else:
+                self.pool.cache_one(block_id, key)
+
+    @rule(wanted=st.lists(st.integers(0, 7), unique=True))
+    def hit(self, wanted: list[int]) -> None:
+        expected = self.reference.find_prefix(wanted)
+        found = self.pool.find_prefix(keys(*wanted))
+        assert found.tolist() == expected
+        if expected:
+            assert self.pool.num_evictable(found) == sum(not self.reference.ref_counts[b] for b in expected)
+            self.pool.touch(found)
+            self.reference.touch(expected)
+            self.tables.append(expected)
+
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        block_ids = data.draw(st.lists(st.integers(0, self.pool.num_blocks - 1)))
+        assert self.pool.evict_blocks(block_ids) == self.reference.evict_blocks(block_ids)
+
+    @rule()
+    def reset(self) -> None:
+        assert self.pool.reset() == self.reference.reset()
+
+    @rule()
+    def give_back_everything(self) -> None:
+        for table in self.tables:
+            self.pool.free_blocks(ids(*table))
+            self.reference.free_blocks(table)
+        self.tables.clear()
+
+    # -- what is then seen -------------------------------------------------------------------------------
+
+    @invariant()
+    def agree(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        pool, reference = self.pool, self.reference
+        every_block = range(1, pool.num_blocks)
+        assert pool.free_queue().tolist() == reference.free
+        assert pool.num_free == len(reference.free)
+        assert pool.ref_counts.tolist()[1:] == [reference.ref_counts[block_id] for block_id in every_block]
+        assert pool.keys.tolist() == [NO_KEY] + [reference.key_of.get(block_id, NO_KEY) for block_id in every_block]
+        assert pool.is_cached(ids(*every_block)).tolist() == [block_id in reference.key_of for block_id in every_block]
+        assert pool.num_cached_keys == len(reference.holders)
+        assert pool.find(keys(*range(10))).tolist() == reference.find(range(10))
+        assert self.told == reference.evicted
+        assert pool.num_evicted == len(reference.evicted)
+
+
+TestAgainstTheObviousPool = PoolMachine.TestCase
+TestAgainstTheObviousPool.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
