@@ -8,7 +8,7 @@ import numpy as np
 from msgspec import Struct
 
 from kvreplay.conformance.offload_managers import LETTERS
-from kvreplay.conformance.offload_vectors import TableBlocks
+from kvreplay.conformance.offload_tables import TableBlocks
 from kvreplay.conformance.offload_workload import OffloadSpec, OffloadWorkload, layout_of
 from kvreplay.conformance.vector import Json
 from kvreplay.conformance.workload import Count, EngineSpec, Positive

@@ -1,10 +1,11 @@
 """CPU manager vectors: a script of calls, and what the real manager answered and held after each."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
+from kvreplay.conformance.vector import Json
 from kvreplay.connectors.offloading.arc import ARCPolicy
 from kvreplay.connectors.offloading.arrays import NO_KEYS, ChunkIds, Keys
 from kvreplay.connectors.offloading.context import RequestContext
@@ -12,7 +13,7 @@ from kvreplay.connectors.offloading.cpu_manager import CPUOffloadingManager
 from kvreplay.connectors.offloading.keys import KeySpace
 from kvreplay.connectors.offloading.lru import LRUPolicy
 from kvreplay.connectors.offloading.manager import LookupResult
-from kvreplay.errors import EngineFatal
+from kvreplay.errors import ConfigError, EngineFatal
 
 LETTERS = {
     LookupResult.HIT: "H",
@@ -22,6 +23,8 @@ LETTERS = {
 }
 _MAX_GROUPS = 16
 _NO_POSITIONS = "nopos"
+_ANSWERED = ("lookup", "store", "load", "events")
+"""Operations that return something."""
 
 
 class KeyNames(Protocol):
@@ -91,25 +94,31 @@ def counts_of(manager: CPUOffloadingManager, labels: KeyNames) -> list[list[Any]
     return [[name, count] for name, count in zip(labels.names(np.array(list(counts))), counts.values(), strict=True)]
 
 
-def run_script(config: Mapping[str, Any], ops: list[list[Any]]) -> list[dict[str, Any]]:
-    """Carry out a script on our manager, and record as the vectors do."""
-    run = _Run(config)
-    results: list[dict[str, Any]] = []
-    last: dict[str, Any] | None = None
-    for index, op in enumerate(ops):
-        record: dict[str, Any] = {"i": index}
-        results.append(record)
+def expected_script(document: Mapping[str, Json]) -> list[dict[str, Json]]:
+    """The recorded answers and states, one step for each operation."""
+    return [
+        {"k": record["i"], **{name: value for name, value in record.items() if name != "i"}}
+        for record in document["results"]
+    ]
+
+
+def replayed_script(document: Mapping[str, Json]) -> Iterator[dict[str, Json]]:
+    """The same of our manager. A state is left out where it is the last one still."""
+    run = _Run(document["config"])
+    last: dict[str, Json] | None = None
+    for index, op in enumerate(document["ops"]):
+        record: dict[str, Json] = {"k": index}
         try:
             answer = run.perform(op)
         except EngineFatal as death:
-            record["error"] = death.exception
-            break
-        if op[0] in ("lookup", "store", "load", "events"):
+            yield {**record, "error": death.exception}
+            return
+        if op[0] in _ANSWERED:
             record["res"] = answer
         state = run.state()
         if state != last:
             record["st"] = last = state
-    return results
+        yield record
 
 
 class _Run:
@@ -161,7 +170,7 @@ class _Run:
             case "finish":
                 manager.on_request_finished(context)
             case _:
-                raise ValueError(f"unknown operation {name!r}")
+                raise ConfigError(f"ops: unknown operation {name!r}")
         return None
 
     def _context(self, req_id: str) -> RequestContext:

@@ -5,15 +5,14 @@ connector is called accordingly, in the real order, and everything that it decid
 lookups, jobs, offers, flushes, what the workers submit and acknowledge, evictions, and its own and the manager's state.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-import numpy as np
-
 from kvreplay.conformance.offload_junctions import Junctions
-from kvreplay.conformance.offload_managers import LETTERS, KeyNames, counts_of, manager_state
+from kvreplay.conformance.offload_managers import LETTERS, counts_of, manager_state
+from kvreplay.conformance.offload_recording import ContentLabels, RecordingManager
 from kvreplay.conformance.offload_simulation import Delays, Record, StepClock, StepCopyEngine, StepTier
+from kvreplay.conformance.offload_tables import TableBlocks, blocks_of_load, fresh_blocks, hashed_blocks
 from kvreplay.conformance.offload_workload import (
     LoadRow,
     OffloadEvent,
@@ -26,7 +25,6 @@ from kvreplay.conformance.offload_workload import (
     read_recorded_steps,
 )
 from kvreplay.conformance.vector import Json
-from kvreplay.connectors.offloading.arrays import ChunkIds, Keys
 from kvreplay.connectors.offloading.context import RequestContext
 from kvreplay.connectors.offloading.cpu_manager import CPUOffloadingManager
 from kvreplay.connectors.offloading.keys import KeySpace
@@ -73,7 +71,9 @@ _FINISHED: Final[Mapping[str, RequestStatus]] = {
     "length": RequestStatus.FINISHED_LENGTH_CAPPED,
     "error": RequestStatus.FINISHED_ERROR,
 }
-_PARKED = "K"
+_PARKED: Final = "K"
+_FATAL_LOADS: Final = ("_prepare_load", "update_state_after_alloc")
+"""Functions in which a load can kill the engine."""
 
 
 def expected_steps(document: Mapping[str, Json]) -> list[Record]:
@@ -109,106 +109,6 @@ def replayed_steps(document: Mapping[str, Json]) -> Iterator[Record]:
     return driver.run()
 
 
-class Labels:
-    """Keys by the name of the first request whose tokens agree with theirs."""
-
-    def __init__(self, workload: OffloadWorkload, index: TokenIndex, space: KeySpace) -> None:
-        self._space = space
-        self._prefixes: dict[int, str] = {}
-        self._group_ids: list[int] = []
-        self.contents = {spec.id: index.content(_all_tokens(spec), spec.salt) for spec in workload.requests}
-        for spec in workload.requests:
-            for place, key in enumerate(self.contents[spec.id].block_keys.tolist()):
-                self._prefixes.setdefault(key, f"{spec.id}@{(place + 1) * index.hash_block_size}")
-
-    def name_groups(self, group_ids: Sequence[int]) -> None:
-        self._group_ids = list(group_ids)
-
-    def name(self, key: int) -> str:
-        prefix, index = divmod(key, self._space.num_groups)
-        return f"{self._prefixes[prefix]}/{self._group_ids[index]}"
-
-    def names(self, keys: Keys) -> list[str]:
-        return [self.name(key) for key in keys.tolist()]
-
-
-def _all_tokens(spec: Any) -> list[int]:  # noqa: ANN401 - any request spec
-    """The prompt, and the output that the scripted model gives."""
-    prompt: list[int] = spec.prompt_token_ids
-    return prompt + [((len(prompt) + place) * 7 + 13) % 1000 for place in range(spec.max_tokens)]
-
-
-class _RecordingManager:
-    """Passes everything on, and notes what the vectors record."""
-
-    def __init__(
-        self, inner: CPUOffloadingManager | TieringOffloadingManager, clock: StepClock, names: KeyNames
-    ) -> None:
-        self.inner = inner
-        self.lookup_is_pure = inner.lookup_is_pure
-        self.last_loaded: Keys = np.empty(0, np.int64)
-        self._clock = clock
-        self._names = names.names
-        self.on_new_request = inner.on_new_request
-        self.lookup = inner.lookup
-        self.lookup_many = inner.lookup_many
-        self.touch = inner.touch
-        self.on_schedule_end = inner.on_schedule_end
-        self.has_pending_work = inner.has_pending_work
-        self.take_events = inner.take_events
-        self.get_load_source = inner.get_load_source
-        self.on_reset_flushed = inner.on_reset_flushed
-
-    def prepare_load(self, keys: Keys, context: RequestContext) -> ChunkIds:
-        self.last_loaded = keys
-        return self.inner.prepare_load(keys, context)
-
-    def prepare_store(self, keys: Keys, context: RequestContext) -> StorePlan | None:
-        plan = self.inner.prepare_store(keys, context)
-        accepted = None if plan is None else self._names(plan.keys)
-        chunk_ids = [] if plan is None else plan.chunk_ids.tolist()
-        self._clock.note("offer", [context.req_id, self._names(keys), accepted, chunk_ids])
-        self.note_evicted(plan)
-        return plan
-
-    def note_evicted(self, plan: StorePlan | None) -> None:
-        if plan is not None and len(plan.evicted):
-            self._clock.record.setdefault("cpu_evict", []).extend(self._names(plan.evicted))
-
-    def complete_store(self, keys: Keys, context: RequestContext, *, success: bool = True) -> None:
-        self._note_done(STORES, keys, context)
-        self.inner.complete_store(keys, context, success=success)
-
-    def complete_load(self, keys: Keys, context: RequestContext) -> None:
-        self._note_done(LOADS, keys, context)
-        self.inner.complete_load(keys, context)
-
-    def _note_done(self, kind: str, keys: Keys, context: RequestContext) -> None:
-        self._clock.note("done", [kind, context.req_id, sorted(self._names(keys))])
-
-    def on_request_finished(self, context: RequestContext) -> None:
-        self._clock.note("req_done", context.req_id)
-        self.inner.on_request_finished(context)
-
-    def reset_cache(self) -> None:
-        self._clock.record["cpu_reset"] = True
-        self.inner.reset_cache()
-
-
-@dataclass(slots=True)
-class TableBlocks:
-    """A request's tables as the scheduler shows them, and per group the blocks that have no hash."""
-
-    tables: Tables
-    unhashed: Tables
-
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        return tuple(self.tables)
-
-    def get_unhashed_block_ids_all_groups(self) -> tuple[list[int], ...]:
-        return tuple(self.unhashed)
-
-
 class _Driver:
     def __init__(self, workload: OffloadWorkload, steps: list[RecordedStep], tokens_per_hash: int) -> None:
         self.workload = workload
@@ -216,8 +116,9 @@ class _Driver:
         self.layout = layout_of(workload, tokens_per_hash)
         self.clock = StepClock()
         self.space = KeySpace(len(self.layout.groups))
-        self.labels = Labels(workload, TokenIndex(tokens_per_hash), self.space)
-        self.labels.name_groups([group.group_id for group in self.layout.groups])
+        group_ids = [group.group_id for group in self.layout.groups]
+        self.labels = ContentLabels(workload.requests, TokenIndex(tokens_per_hash), self.space, group_ids)
+        self.block_sizes = [spec.block_size or workload.engine.block_size for spec in workload.groups]
         self.specs = {spec.id: spec for spec in workload.requests}
         self.order = {spec.id: place for place, spec in enumerate(workload.requests)}
         self.events: dict[int, list[OffloadEvent]] = {}
@@ -255,11 +156,11 @@ class _Driver:
         self.last_off: Record | None = None
         self.last_cpu: Record | None = None
 
-    def _make_manager(self) -> _RecordingManager:
+    def _make_manager(self) -> RecordingManager:
         if self.workload.offload.tiers is None:
-            return _RecordingManager(self.primary, self.clock, self.labels)
+            return RecordingManager(self.primary, self.clock, self.labels)
         tiering = TieringOffloadingManager(self.primary, self.tiers)
-        manager = _RecordingManager(tiering, self.clock, self.labels)
+        manager = RecordingManager(tiering, self.clock, self.labels)
 
         def note_promotion(key: int, context: RequestContext, plan: StorePlan | None) -> None:
             chunk_ids = None if plan is None else plan.chunk_ids.tolist()
@@ -387,11 +288,13 @@ class _Driver:
             asked.add(req_id)
             self._look_up(req_id, local)
             if req_id in loads:
-                self._load(step, loads[req_id], local, tables.get(req_id))
+                row = loads[req_id]
+                self._load(row, blocks_of_load(step, row, local, tables.get(req_id), self.block_sizes))
             elif req_id in tables:
                 self._allocate(req_id, tables[req_id])
             elif req_id in others:
                 self._allocate(req_id, others[req_id])
+        self._fatal_load(step)
         for req_id in (*tables, *others):
             if req_id not in asked:
                 self._allocate(req_id, tables.get(req_id) or others[req_id])
@@ -404,28 +307,26 @@ class _Driver:
         self.clock.note("lookup", [req_id, local, answer, is_async, self.looked_up])
 
     def _allocate(self, req_id: str, tables: Tables) -> None:
-        blocks = TableBlocks(tables, [[] for _ in tables])
-        self.connector.update_state_after_alloc(self.requests[req_id], blocks, 0)
+        self.connector.update_state_after_alloc(self.requests[req_id], hashed_blocks(tables), 0)
 
-    def _load(self, step: RecordedStep, row: LoadRow, local: int, tables: Tables | None) -> None:
-        """An asynchronous load's table is that at the end of the step; its blocks from `local` on have no hash."""
-        req_id, num_external = row.request_id, row.num_external
-        if tables is None:
-            tables = step.after.req[req_id].tables
-            sizes = [spec.block_size or self.workload.engine.block_size for spec in self.workload.groups]
-            unhashed = [
-                [block_id for block_id in table[-(-local // size) :] if block_id]
-                for table, size in zip(tables, sizes, strict=True)
-            ]
-        else:
-            unhashed = [[] for _ in tables]
+    def _load(self, row: LoadRow, blocks: TableBlocks) -> None:
         job_id = self.connector.ledger.next_id
-        self.connector.update_state_after_alloc(self.requests[req_id], TableBlocks(tables, unhashed), num_external)
+        self.connector.update_state_after_alloc(self.requests[row.request_id], blocks, row.num_external)
         job = self.connector.load_jobs[job_id]
         self.delays.note(job)
         names = self.labels.names(self.manager.last_loaded)
         queue = SYNC_LOADS if job.is_sync else LOADS
-        self.clock.note("load", [job_id, req_id, num_external, queue, names, *_copy_columns(job)])
+        self.clock.note("load", [job_id, row.request_id, row.num_external, queue, names, *_copy_columns(job)])
+
+    def _fatal_load(self, step: RecordedStep) -> None:
+        """A load that killed the engine left no row, but its lookup is the last one."""
+        place = str((step.error or {}).get("at", ""))
+        if not step.lookup or not place.startswith(_FATAL_LOADS):
+            return
+        req_id, local, num_external, *_ = step.lookup[-1]
+        if num_external and all(row.request_id != req_id for row in step.load):
+            blocks = fresh_blocks(self.layout, len(self.workload.groups), local + num_external)
+            self.connector.update_state_after_alloc(self.requests[req_id], blocks, num_external)
 
     def _in_order_of_admission(self, step: RecordedStep) -> list[ShareRow]:
         """Finished loads first, then in the order of the lookups."""

@@ -111,11 +111,17 @@ class ShareRow(Struct, frozen=True, array_like=True):
 
 
 class LoadRow(Struct, frozen=True, array_like=True):
-    """`[job, id, external tokens, ...]`."""
+    """`[job, id, external tokens, queue, keys, CPU chunks, GPU blocks, blocks per group, first block per group]`."""
 
     job_id: int
     request_id: str
     num_external: int
+    queue: str
+    keys: list[str]
+    chunk_ids: list[int]
+    block_ids: list[int]
+    group_sizes: list[int]
+    block_indices: list[int]
 
 
 class OutputRow(Struct, frozen=True, array_like=True):
