@@ -51,7 +51,7 @@ def test_hashes_are_equal_exactly_when_all_ids_up_to_there_are(id_lists: list[li
 
 def test_gzip_is_recognised_by_its_bytes(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    path.write_bytes(gzip.compress(f"{line(, mtime=0)}\n".encode()))
+    path.write_bytes(gzip.compress(f"{line()}\n".encode(), mtime=0))
     assert len(read_mooncake(path).arrivals) == 1
 
 
@@ -92,7 +92,7 @@ def test_a_bad_line_is_named(tmp_path: Path, text: str, message: str) -> None:
     [
         (b"", "empty file, expected JSON lines$"),
         (b"PAR1....", "a Parquet file, expected JSON lines$"),
-        (gzip.compress(line(, mtime=0).encode() * 50)[:-30], "line 1: gzip stream damaged: "),
+        (gzip.compress(line().encode() * 50, mtime=0)[:-30], "line 1: gzip stream damaged: "),
         (b"\x1f\x8b\x08\x00" + b"\xff" * 20, "line 1: gzip stream damaged: "),
         (b'{"timestamp": "\xff"}', "line 1: "),
     ],
