@@ -176,6 +176,16 @@ SWITCHES: Final[dict[str, Switch]] = {
             ideal="refuse",
         ),
         _switch(
+            "rank_reports",
+            "vllm/distributed/kv_transfer/kv_connector/utils.py KVOutputAggregator: counts down, asks nobody",
+            {
+                "counted": "each report of a rank counts once it arrives, and if it comes twice then twice",
+                "acknowledged": "a lost report is sent again, and each counts once",
+            },
+            v0_33="counted",
+            ideal="acknowledged",
+        ),
+        _switch(
             "mooncake_role_mismatch",
             "mooncake_connector.py: assertions on kv_role in the scheduler's half",
             {

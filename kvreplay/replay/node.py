@@ -6,9 +6,8 @@ from typing import Any, Final
 
 from kvreplay.behaviour import Behaviour
 from kvreplay.connectors.mooncake import addresses
-from kvreplay.connectors.mooncake.identity import WorkerIdentity
+from kvreplay.connectors.mooncake.rank_group import MooncakeWorkers, start_workers
 from kvreplay.connectors.mooncake.scheduler import MooncakeScheduler
-from kvreplay.connectors.mooncake.worker import MooncakeWorker
 from kvreplay.engine.accounts import RecomputeAccounts
 from kvreplay.engine.instance import Counters, Instance
 from kvreplay.engine.log import EngineLog
@@ -79,7 +78,7 @@ class Node:
         self._around = surroundings
         self._counters = Counters()
         self.instance: Instance
-        self.worker: MooncakeWorker | None = None
+        self.worker: MooncakeWorkers | None = None
         self._start()
         surroundings.bus.control(name, self.command)
 
@@ -164,10 +163,11 @@ class Node:
             every_read=around.config.kv.check == "every-read",
         )
 
-    def _mooncake(self, memory: KVMemory) -> MooncakeWorker:
+    def _mooncake(self, memory: KVMemory) -> MooncakeWorkers:
         around = self._around
-        return MooncakeWorker(
-            WorkerIdentity(self.name, self.incarnation),
+        return start_workers(
+            self.name,
+            self.incarnation,
             self.kv_role,
             groups=around.config.model.groups,
             config=around.config.connector.mooncake,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvreplay.conformance.compare import Difference
-from kvreplay.conformance.vector import UnsupportedVectorError, Vector
+from kvreplay.conformance.vector import Vector
 
 _FRAMES: Final = frozenset({"requests", "responses"})
 
@@ -16,4 +16,9 @@ class MooncakeVectors:
         return "scenario" in vector.document or vector.document.keys() >= _FRAMES
 
     def replay(self, vector: Vector) -> Sequence[Difference]:
-        raise UnsupportedVectorError("Mooncake transcript")
+        from kvreplay.conformance.mooncake_frames import replay_frames
+        from kvreplay.conformance.mooncake_vectors import replay_transcript
+
+        if "scenario" in vector.document:
+            return replay_transcript(vector.document)
+        return replay_frames(vector.document)

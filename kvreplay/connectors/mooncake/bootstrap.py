@@ -3,6 +3,7 @@
 import msgspec
 
 from kvreplay.connectors.mooncake.structs import (
+    BOOTSTRAP_REGISTER,
     BootstrapAnswer,
     BootstrapQuery,
     EngineEntry,
@@ -27,7 +28,7 @@ class BootstrapServer:
     has_report = False
 
     def handle(self, envelope: Envelope, now_ns: int) -> None:
-        assert envelope.kind == BOOTSTRAP_QUERY, envelope.kind
+        assert envelope.kind in (BOOTSTRAP_QUERY, BOOTSTRAP_REGISTER), envelope.kind
         self.outbox.append(
             Envelope(
                 kind=BOOTSTRAP_ANSWER,

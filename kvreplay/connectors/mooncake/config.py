@@ -19,7 +19,8 @@ class MooncakeConfig:
     """Times in seconds. The first two are VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT and VLLM_MOONCAKE_CONNECTOR_TIMEOUT."""
 
     abort_request_timeout: float = 480
-    """A producer waits so long for a request to be ready, and keeps a finished one's blocks so long."""
+    """A producer waits so long for a request to be ready, and keeps a finished one's blocks so long; below 0: not at
+    all."""
     connector_timeout: float = 30.0
     """Each attempt of a bootstrap query may take so long."""
     receive_timeout: float | None = None
@@ -33,7 +34,7 @@ class MooncakeConfig:
     bootstrap_port: int = 8998
 
     def __post_init__(self) -> None:
-        for name in ("abort_request_timeout", "connector_timeout", "transfer_timeout"):
+        for name in ("connector_timeout", "transfer_timeout"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"connector.{name} must be >= 0, got {getattr(self, name)}")
         if self.receive_timeout is not None and self.receive_timeout <= 0:

@@ -27,6 +27,10 @@ _TRANSPORT_ERRORS: Final = {
 }
 """What went wrong with an exchange → what vLLM's HTTP client (httpx) calls it."""
 
+def exception_of(reason: str) -> str:
+    return _TRANSPORT_ERRORS.get(reason, "ConnectError")
+
+
 Addresses = dict[int, dict[int, str]]
 """Tensor-parallel rank → pipeline-parallel rank → address."""
 Batch = tuple[str, dict[str, PullReqMeta]]
@@ -191,7 +195,7 @@ class Discovery:
 
     def _attempt_failed(self, query: Query, reason: str, now_ns: int) -> None:
         """The transport has failed: that is worth another try."""
-        failure = _Failure(_TRANSPORT_ERRORS.get(reason, "ConnectError"), reason)
+        failure = _Failure(exception_of(reason), reason)
         if query.attempt + 1 == BOOTSTRAP_ATTEMPTS:
             self._over(query, failure, now_ns)
             return

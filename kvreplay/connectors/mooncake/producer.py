@@ -278,10 +278,13 @@ class Producer:
 
     # -- what the scheduler hears -------------------------------------------------------------------------
 
+    def note_overdue(self, now_ns: int) -> None:
+        """A poll looks at the clock itself: what has expired since the loop last ran is its to free."""
+        self._expiries.fire(now_ns)
+
     def take_finished(self, now_ns: int) -> list[str]:
         """Requests whose blocks may be freed: sent, or never asked for in time."""
         finished = self._finished_sending
-        self._expiries.fire(now_ns)
         if self._overdue:
             for entry in [entry for entry in self._overdue.values() if entry.sending == 0]:
                 self._expire(entry, now_ns)
@@ -291,6 +294,14 @@ class Producer:
 
     def _on_overdue(self, entry: SendBlockMeta, now_ns: int) -> None:
         self._overdue[entry.transfer_id] = entry
+
+    def expire_now(self, transfer_ids: Iterable[str]) -> None:
+        """Let the time of these be up already, as if their requests had finished long ago."""
+        for transfer_id in transfer_ids:
+            entry = self.entries.get(transfer_id)
+            if entry is not None and entry.ready:
+                self._expiries.cancel(entry.expiry)
+                self._overdue[transfer_id] = entry
 
     def _expire(self, entry: SendBlockMeta, now_ns: int) -> None:
         self._remove(entry.transfer_id)

@@ -1,7 +1,7 @@
 """The scheduler's half of the Mooncake connector: what to pull, what to keep for a puller."""
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from kvreplay.behaviour import Behaviour
 from kvreplay.connectors.mooncake import log
@@ -10,7 +10,6 @@ from kvreplay.connectors.mooncake.structs import MooncakeConnectorMetadata, Pull
 from kvreplay.engine.connector import KVConnectorOutput, RequestBlocks
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.errors import EngineFatal
-from kvreplay.kv.specs import KVCacheGroupSpec
 
 PULL_PARAMETERS: Final = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 """Without any of these in `kv_transfer_params` there is nobody to pull from."""
@@ -19,6 +18,17 @@ STATES: Final = "mamba"
 """The kind of a KV cache group of Mamba states."""
 
 _Blocks = list[list[int]]
+
+
+class TransferGroup(Protocol):
+    """What the connector must know of a KV cache group (`kv.specs.KVCacheGroupSpec`)."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def sliding_window(self) -> int | None: ...
 
 
 class MooncakeScheduler:
@@ -33,7 +43,7 @@ class MooncakeScheduler:
     def __init__(
         self,
         role: str,
-        groups: Sequence[KVCacheGroupSpec],
+        groups: Sequence[TransferGroup],
         behaviour: Behaviour,
         log_line: LogSink | None = None,
     ) -> None:
@@ -180,7 +190,7 @@ class MooncakeScheduler:
         ]
 
 
-def _window_blocks(groups: Sequence[KVCacheGroupSpec]) -> list[int | None]:
+def _window_blocks(groups: Sequence[TransferGroup]) -> list[int | None]:
     counts: list[int | None] = []
     for group in groups:
         if group.sliding_window is None:

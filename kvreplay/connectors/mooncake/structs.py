@@ -18,6 +18,8 @@ from kvreplay.connectors.mooncake.plan import NOTHING, Piece, TransferPlan, Writ
 
 STRAY_FRAMES: Final = "stray.frames"
 """Kind of a message to a producer's socket that is no pull; its payload is its frames, without the identity."""
+BOOTSTRAP_REGISTER: Final = "bootstrap.register"
+"""Kind of a producer's registration with its bootstrap server."""
 CONNECTION_CLOSED: Final = "connection.closed"
 """Kind of the notice that the peer of an open pull is gone. No fault acts on it; only `pull_wait=bounded` hears it."""
 
@@ -98,6 +100,10 @@ class RegisterWorkerPayload(msgspec.Struct):
     tp_rank: int
     pp_rank: int
     addr: str
+
+
+def encode_registration(payload: RegisterWorkerPayload) -> bytes:
+    return msgspec.json.encode(payload)
 
 
 class EngineEntry(msgspec.Struct):

@@ -15,7 +15,7 @@ from kvreplay.connectors.mooncake.log import LogSink
 from kvreplay.connectors.mooncake.memory import RankMemory, RowMemory
 from kvreplay.connectors.mooncake.plan import HeadLayout
 from kvreplay.connectors.mooncake.producer import Producer
-from kvreplay.connectors.mooncake.scheduler import STATES
+from kvreplay.connectors.mooncake.scheduler import STATES, TransferGroup
 from kvreplay.connectors.mooncake.sharding import Sharding
 from kvreplay.connectors.mooncake.stats import MooncakeStats
 from kvreplay.connectors.mooncake.structs import (
@@ -79,11 +79,11 @@ class MooncakeWorker:
         identity: WorkerIdentity,
         role: str,
         *,
-        groups: Sequence[KVCacheGroupSpec],
+        groups: Sequence[TransferGroup],
         config: MooncakeConfig,
         behaviour: Behaviour,
         bus: Bus,
-        memory: RegisteredMemory | KVMemory,
+        memory: RegisteredMemory,
         sink: EventSink,
         on_report: Callable[[], None],
         bootstrap: BootstrapServer | None = None,
@@ -104,8 +104,6 @@ class MooncakeWorker:
         self._bootstrap_driver: VirtualDriver | None = None
         self._by_kind: dict[str, VirtualDriver] = {}
         self._notifies_peers = behaviour["pull_wait"] == "bounded"
-        if not isinstance(memory, RegisteredMemory):
-            memory = register_rows(memory, groups, identity)
         state_groups = frozenset(index for index, group in enumerate(groups) if group.kind == STATES)
         kernel_ratios = [1 if index in state_groups else memory.kernel_ratio for index in range(len(groups))]
         encode_envelope = _encode_payload if encodes_messages else None
@@ -160,6 +158,11 @@ class MooncakeWorker:
         """The producer's loop is busy with something else for so long."""
         self._producer_driver.stall(duration_ns)
 
+    @property
+    def sender_stalled_until_ns(self) -> int:
+        """When the producer's loop goes on; a time that has passed if it is not stalled."""
+        return self._producer_driver.stalled_until_ns if self.producer is not None else 0
+
     # -- what the engine calls ----------------------------------------------------------------------------
 
     def start_load_kv(self, metadata: MooncakeConnectorMetadata) -> None:
@@ -177,6 +180,8 @@ class MooncakeWorker:
         )
 
     def get_finished(self, finished_req_ids: Sequence[str]) -> KVConnectorOutput | None:
+        if self.producer is not None:
+            self.producer.note_overdue(self._loop.now_ns)
         if not self.has_report():
             return None
         output = KVConnectorOutput()

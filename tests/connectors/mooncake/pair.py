@@ -10,7 +10,7 @@ from kvreplay.connectors.mooncake.addresses import bootstrap_url
 from kvreplay.connectors.mooncake.config import MooncakeConfig
 from kvreplay.connectors.mooncake.identity import WorkerIdentity
 from kvreplay.connectors.mooncake.structs import MooncakeConnectorMetadata, PullReqMeta
-from kvreplay.connectors.mooncake.worker import MooncakeWorker
+from kvreplay.connectors.mooncake.worker import MooncakeWorker, register_rows
 from kvreplay.engine.connector import KVConnectorOutput
 from kvreplay.events import Event, ListSink
 from kvreplay.ids import NS_PER_MS, NS_PER_S
@@ -130,14 +130,15 @@ class Pair:
             if worker is not None and (output := worker.get_finished(())) is not None:
                 self._note(instance, output)
 
+        identity = WorkerIdentity(instance, incarnation)
         worker = MooncakeWorker(
-            WorkerIdentity(instance, incarnation),
+            identity,
             role,
             groups=self._groups,
             config=self._config,
             behaviour=self._switches,
             bus=self.bus,
-            memory=memory,
+            memory=register_rows(memory, self._groups, identity),
             sink=self.sink,
             on_report=on_report,
             encodes_messages=self._encodes,

@@ -6,10 +6,10 @@ import pytest
 
 from kvreplay.connectors.mooncake.config import MooncakeConfig
 from kvreplay.connectors.mooncake.plan import HeadLayout, WriteSegment, make_plan
+from kvreplay.connectors.mooncake.producer import Producer
 from kvreplay.connectors.mooncake.ranks import Ranks
 from kvreplay.connectors.mooncake.regions import Region
-from kvreplay.connectors.mooncake.producer import Producer
-from kvreplay.connectors.mooncake.structs import MooncakeXferMetadata, WriteSegment
+from kvreplay.connectors.mooncake.structs import MooncakeXferMetadata
 from kvreplay.ids import NS_PER_S
 from kvreplay.sim.envelope import Envelope
 from tests.connectors.mooncake.pair import Latency, Pair, behaviour, request_for

@@ -1,0 +1,275 @@
+"""Plays a Mooncake scenario with our connector in virtual time, and records the transcript."""
+
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Final
+
+import msgspec
+
+from kvreplay.behaviour import profile
+from kvreplay.conformance.mooncake_memory import page_bytes
+from kvreplay.conformance.mooncake_scenario import SIDES, Scenario
+from kvreplay.conformance.mooncake_side import Conditions, Side
+from kvreplay.conformance.mooncake_transcript import Transcript
+from kvreplay.conformance.mooncake_wire import (
+    BootstrapFront,
+    Proxy,
+    Rules,
+    ScriptedEngine,
+    SteadyNetwork,
+    seconds,
+)
+from kvreplay.conformance.vector import Json
+from kvreplay.connectors.mooncake.structs import STRAY_FRAMES
+from kvreplay.errors import ConfigError, EngineFatal
+from kvreplay.ids import NS_PER_MS
+from kvreplay.sim.bus import Bus
+from kvreplay.sim.envelope import Envelope
+from kvreplay.sim.event_loop import EventLoop
+
+_POLL_NS: Final = 10 * NS_PER_MS
+_POKE_NS: Final = 100 * NS_PER_MS
+
+
+@dataclass(slots=True)
+class Played:
+    """A transcript: what was there at the start, what happened, and what was left."""
+
+    head: dict[str, Json]
+    transcript: Transcript
+    final: dict[str, Json]
+
+
+class Driver:
+    def __init__(self, scenario: Scenario, conditions: Conditions) -> None:
+        self.scenario = scenario
+        self.loop = EventLoop()
+        self.transcript = Transcript(self.loop)
+        self._env = scenario.env
+        self._bus = Bus(self.loop, SteadyNetwork(conditions.timing))
+        self._engine = ScriptedEngine(scenario.engine, self.transcript, conditions.timing, self._poke_memory)
+        self._bus.interceptor = self._engine
+        registrations = count()
+        self.sides = {
+            kind: Side(
+                kind,
+                scenario,
+                self._bus,
+                self.transcript,
+                self._engine,
+                profile("vllm-0.33"),
+                lambda: next(registrations),
+                self._run_until,
+                conditions,
+            )
+            for kind in SIDES
+        }
+
+    def play(self) -> Played:
+        if self._start():
+            for action in self.scenario.actions:
+                self._act(action)
+        return Played(self._head(), self.transcript, self._final())
+
+    # -- start-up ---------------------------------------------------------------------------------------------
+
+    def _start(self) -> bool:
+        producer, consumer = self.sides["P"], self.sides["D"]
+        producer.guard("startup", producer.start)
+        try:
+            consumer.start()
+        except EngineFatal as death:
+            self.transcript.add("crash", side="?", where="setup", type=death.exception, msg=death.message)
+            return False
+        rules = Rules(self.scenario.wire)
+        for worker in producer.workers:
+            Proxy(
+                worker.name,
+                worker.connector.identity.address,
+                rules,
+                self._bus,
+                self.transcript,
+                self._is_open,
+                late_s=self.scenario.late_bind_s,
+            )
+        BootstrapFront(self.scenario.bootstrap, producer.server, self._bus, self.transcript)
+        # The lines of a start-up that went well are the same everywhere.
+        events = self.transcript.events
+        events[:] = [event for event in events if event["lane"] != "log" or event["lvl"] not in ("INFO", "DEBUG")]
+        return True
+
+    def _is_open(self, pull: Envelope) -> bool:
+        for worker in self.sides["D"].workers:
+            consumer = worker.connector.consumer
+            if worker.connector.identity.address == pull.source and consumer is not None:
+                return consumer.is_open(pull.conversation, pull.attempt)
+        return False
+
+    def _poke_memory(self, address: int, value: int) -> None:
+        for worker in self.sides["D"].workers:
+            if worker.memory.has(address):
+                worker.memory.poke(address, value)
+
+    # -- time -------------------------------------------------------------------------------------------------
+
+    def _run_until(self, time_ns: int) -> None:
+        loop = self.loop
+        while loop.peek_ns() <= time_ns:
+            loop.step()
+            self._watch()
+        loop.now_ns = max(loop.now_ns, time_ns)
+
+    def _watch(self) -> None:
+        producer = self.sides["P"] if hasattr(self, "sides") else None
+        if producer is not None:
+            producer.watch_entries()
+
+    def _run_for(self, duration_s: float) -> None:
+        self._run_until(self.loop.now_ns + seconds(duration_s))
+
+    # -- actions ----------------------------------------------------------------------------------------------
+
+    def _act(self, action: Any) -> None:  # noqa: ANN401 - JSON
+        operation, *arguments = action
+        perform = getattr(self, f"_do_{operation}", None)
+        if perform is None:
+            raise ConfigError(f"scenario: unknown action {operation!r}")
+        self.transcript.add("act", do=action)
+        try:
+            perform(*arguments)
+        except TypeError as error:
+            raise ConfigError(f"scenario: action {operation!r}: {error}") from error
+        self._watch()
+
+    def _do_p_alloc(self, request_id: str, blocks: Any = (), num_local: int = 0) -> None:  # noqa: ANN401
+        side = self._side_of(request_id)
+        side.guard("alloc", lambda: side.allocate(request_id, blocks, num_local))
+
+    _do_d_alloc = _do_p_alloc
+
+    def _do_p_finish(self, request_id: str, status: str, blocks: Any = ()) -> None:  # noqa: ANN401
+        side = self._side_of(request_id)
+        side.guard("request_finished", lambda: side.finish(request_id, status, blocks))
+
+    _do_d_finish = _do_p_finish
+
+    def _do_add(self, request_id: str) -> None:
+        side = self._side_of(request_id)
+        half = side.scheduled
+        if half is None:
+            raise ConfigError("scenario: 'add' needs mode 'sched'")
+        side.guard("add_request", lambda: half.add(side.request(request_id)))
+
+    def _do_abort(self, *request_ids: str) -> None:
+        side = self._side_of(request_ids[0])
+        half = side.scheduled
+        if half is None:
+            raise ConfigError("scenario: 'abort' needs mode 'sched'")
+        side.guard("finish_requests", lambda: half.abort(list(request_ids)))
+        if side.crashed is None:
+            half.note_state({})
+
+    def _do_step(self, kind: str, times: int = 1) -> None:
+        for _ in range(times):
+            self.sides[kind].step()
+
+    def _do_run(self, duration_s: float, options: Any = None) -> None:  # noqa: ANN401
+        options = options or {}
+        until = options.get("until", [])
+        conditions = [until] if isinstance(until, str) else until
+        end_ns = self.loop.now_ns + seconds(duration_s)
+        met = False
+        while self.loop.now_ns < end_ns:
+            for kind in options.get("sides", "PD"):
+                self.sides[kind].step()
+            met = bool(conditions) and all(map(self.transcript.holds, conditions))
+            if met:
+                break
+            self._run_until(self.loop.now_ns + _POLL_NS)
+        if conditions:
+            missing = {} if met else {"missing": [name for name in conditions if not self.transcript.holds(name)]}
+            self.transcript.add("until", met=met, **missing)
+
+    def _do_sleep(self, duration_s: float) -> None:
+        self._run_for(duration_s)
+
+    def _do_env(self, changes: Any) -> None:  # noqa: ANN401
+        self._env = msgspec.structs.replace(self._env, **changes)
+        for side in self.sides.values():
+            side.configure(self._env)
+
+    def _do_poke(self, frames: Any) -> None:  # noqa: ANN401
+        """A stranger sends these frames to the first producer worker's socket."""
+        self._bus.post(
+            Envelope(
+                kind=STRAY_FRAMES,
+                source="stranger",
+                destination=self.sides["P"].workers[0].connector.identity.address,
+                payload=tuple(bytes.fromhex(frame) for frame in frames),
+                conversation="stray",
+            )
+        )
+        self._run_until(self.loop.now_ns + _POKE_NS)
+
+    def _do_forget_layout(self) -> None:
+        for producer in self.sides["P"].producers.values():
+            producer.layouts.forget()
+
+    def _do_block_loop(self, duration_s: float) -> None:
+        for worker in self.sides["P"].workers:
+            worker.connector.stall_sender(seconds(duration_s))
+
+    def _do_expire_now(self, *transfer_ids: str) -> None:
+        for producer in self.sides["P"].producers.values():
+            producer.expire_now(transfer_ids)
+
+    def _do_dead(self, kind: str, rank: int) -> None:
+        self.sides[kind].dead_ranks.add(rank)
+
+    def _do_mem(self) -> None:
+        self.transcript.add("mem", D=self.sides["D"].memory())
+
+    def _side_of(self, request_id: str) -> Side:
+        return self.sides[self.scenario.side_of(request_id)]
+
+    # -- results ----------------------------------------------------------------------------------------------
+
+    def _head(self) -> dict[str, Json]:
+        sides = self.sides.values()
+        workers = [worker for side in sides for worker in side.workers]
+        return {
+            "bases": {
+                worker.name: {tensor.name: tensor.base_addr for tensor in worker.memory.tensors} for worker in workers
+            },
+            "page_bytes": {side.kind: page_bytes(side.spec) for side in sides},
+            "layout_id": {worker.name: worker.layout_id for worker in workers},
+        }
+
+    def _final(self) -> dict[str, Json]:
+        producer, consumer = self.sides["P"], self.sides["D"]
+        final: dict[str, Json] = {}
+        if producer.workers:
+            producers = producer.producers
+            final["P_entries"] = producer.look_at_entries()
+            final["P_tasks"] = {name: half.tasks() for name, half in producers.items()}
+            final["P_layout_cache"] = {name: len(half.layouts) for name, half in producers.items()}
+        consumers = {
+            worker.name: worker.connector.consumer
+            for worker in consumer.workers
+            if worker.connector.consumer is not None
+        }
+        if consumers:
+            final["D_known_engines"] = {name: half.known_engines for name, half in consumers.items()}
+            final["D_tasks"] = {name: half.tasks() for name, half in consumers.items()}
+            final["D_acked_layout"] = {name: half.acked_layout_peers for name, half in consumers.items()}
+            final["D_mem"] = consumer.memory()
+        for side in (producer, consumer):
+            if side.scheduled is not None and side.crashed is None:
+                final[f"{side.kind}_sched"] = side.scheduled.final()
+            if side.crashed is not None:
+                final[f"{side.kind}_crashed"] = side.crashed
+        return final
+
+
+def play(scenario: Scenario, conditions: Conditions) -> Played:
+    return Driver(scenario, conditions).play()

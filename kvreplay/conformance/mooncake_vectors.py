@@ -1,0 +1,86 @@
+"""Mooncake vectors: transcripts of scenarios, and frames.
+
+A transcript is `{"format": 1, "oracle": "vllm X", "scenario": {...}, "events": [...], "final": {...}}`, with what was
+there at the start: what vLLM's own MooncakeConnector did, producer and consumer, over real sockets with scripted
+faults. `replay_transcript` has ours play the same scenario in virtual time, and compares.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import permutations
+from typing import Final
+
+from kvreplay.conformance.compare import Difference
+from kvreplay.conformance.mooncake_canonical import Freedom, canonical, differences
+from kvreplay.conformance.mooncake_driver import Played, play
+from kvreplay.conformance.mooncake_scenario import Scenario, read_scenario
+from kvreplay.conformance.mooncake_side import Conditions
+from kvreplay.conformance.mooncake_wire import Timing
+from kvreplay.conformance.vector import Json
+from kvreplay.errors import ConfigError
+from kvreplay.ids import NS_PER_MS
+
+_MAX_PERMUTED: Final = 4
+_TIMINGS: Final = (
+    Timing(),
+    *(Timing(http_ns=(30 + extra) * NS_PER_MS) for extra in (3, 6, 9, 12, 15)),
+    Timing(connect_ns=8 * NS_PER_MS),
+    Timing(connect_ns=NS_PER_MS, http_ns=10 * NS_PER_MS),
+)
+"""The recorder's own times, and others about as likely: where two threads race, either may have won."""
+
+
+def replay_transcript(document: Mapping[str, Json]) -> list[Difference]:
+    """What our connector does differently, the earliest first; empty if nothing.
+
+    Raises ConfigError for a broken vector, and UnsupportedVectorError for what is not modelled.
+    """
+    check_transcript(document)
+    scenario = read_scenario(document["scenario"])
+    freedom = Freedom(
+        several_requests=sum(name.startswith("d") for name in scenario.requests) > 1,
+        several_workers=any(side.tp * side.pp > 1 for side in scenario.sides.values()),
+    )
+    expected = canonical(document, freedom)
+    best: list[Difference] | None = None
+    for conditions in _conditions(document):
+        played = play(scenario, conditions)
+        found = differences(
+            expected, canonical(transcript_of(scenario, played), freedom), played.transcript.entry_states
+        )
+        if not found:
+            return []
+        best = best or found
+    assert best is not None
+    return best
+
+
+def check_transcript(document: Mapping[str, Json]) -> None:
+    """Raises ConfigError unless everything that a comparison looks at is there."""
+    for name, kind in (("scenario", dict), ("events", list), ("final", dict)):
+        if not isinstance(document.get(name), kind):
+            raise ConfigError(f"{name}: expected {'an object' if kind is dict else 'a list'}")
+    for index, event in enumerate(document["events"]):
+        if not isinstance(event, dict) or not isinstance(event.get("lane"), str):
+            raise ConfigError(f"events[{index}]: expected an object with a lane")
+
+
+def transcript_of(scenario: Scenario, played: Played) -> dict[str, Json]:
+    return {**played.head, "events": played.transcript.events, "final": played.final}
+
+
+def _conditions(document: Mapping[str, Json]) -> Iterator[Conditions]:
+    """What the recording may have run under: it tells neither exact times nor the order of a set."""
+    for timing in _TIMINGS:
+        for drop_order in _drop_orders(document):
+            yield Conditions(timing, drop_order)
+
+
+def _drop_orders(document: Mapping[str, Json]) -> list[tuple[int, ...]]:
+    """vLLM goes through the transfers dropped in one step as through a set: any order will do."""
+    sizes = [
+        len(meta["not_processed"])
+        for event in document["events"]
+        if isinstance(meta := event.get("meta"), Mapping) and "not_processed" in meta
+    ]
+    largest = min(max(sizes, default=0), _MAX_PERMUTED)
+    return list(permutations(range(largest))) if largest > 1 else [()]

@@ -1,0 +1,196 @@
+"""All worker ranks of one engine, which its scheduler hears as one."""
+
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from kvreplay.behaviour import Behaviour
+from kvreplay.connectors.mooncake.config import MooncakeConfig
+from kvreplay.connectors.mooncake.identity import WorkerIdentity
+from kvreplay.connectors.mooncake.ranks import all_ranks
+from kvreplay.connectors.mooncake.sharding import Sharding
+from kvreplay.connectors.mooncake.structs import MooncakeConnectorMetadata
+from kvreplay.connectors.mooncake.worker import MooncakeWorker, register_rows
+from kvreplay.engine.aggregator import KVOutputAggregator
+from kvreplay.engine.connector import KVConnectorOutput
+from kvreplay.events import EventSink
+from kvreplay.ids import NS_PER_S, InstanceId
+from kvreplay.kv.memory import KVMemory
+from kvreplay.kv.specs import KVCacheGroupSpec
+from kvreplay.sim.bus import Bus
+from kvreplay.sim.envelope import RANK_REPORT, Envelope
+from kvreplay.sim.event_loop import Timer
+from kvreplay.transport.handover import hand_over
+
+_RETRY_NS: Final = NS_PER_S
+_MAX_RETRIES: Final = 600
+
+
+class MooncakeWorkers(Protocol):
+    """The worker side of one engine, of one rank or of many (`engine.connector.WorkerConnector`)."""
+
+    def start_load_kv(self, metadata: MooncakeConnectorMetadata) -> None: ...
+    def has_report(self) -> bool: ...
+    def get_finished(self, finished_req_ids: Sequence[str]) -> KVConnectorOutput | None: ...
+    def failure_reason(self, request_id: str) -> str | None:
+        """Why the pull of this request failed; asked once."""
+        ...
+
+    def shutdown(self) -> None: ...
+
+
+class RankReport:
+    """What one rank brings to one step. `number` counts the reports of its rank."""
+
+    __slots__ = ("number", "output", "rank")
+
+    def __init__(self, rank: int, number: int, output: KVConnectorOutput) -> None:
+        self.rank = rank
+        self.number = number
+        self.output = output
+
+
+class RankGroup:
+    """One worker per rank, the first of which starts a producer's bootstrap server, and their aggregator.
+
+    A rank's report is a message that a fault can lose, double or delay. With `acknowledges`, the switch rank_reports,
+    each counts once, a lost one is sent again, and none counts before its rank is done with the request.
+    """
+
+    def __init__(
+        self, workers: Sequence[MooncakeWorker], *, bus: Bus, acknowledges: bool, on_report: Callable[[], None]
+    ) -> None:
+        assert workers
+        self.workers = workers
+        self._bus = bus
+        self._acknowledges = acknowledges
+        self._on_report = on_report
+        self._instance = workers[0].identity.instance
+        self._aggregator = KVOutputAggregator(len(workers))
+        self._numbers = [0] * len(workers)
+        self._arrived: list[RankReport] = []
+        self._unacknowledged: dict[tuple[int, int], RankReport] = {}
+        self._retries = 0
+        self._retry: Timer | None = None
+        self._is_collecting = False
+        self._is_dead = False
+
+    def start_load_kv(self, metadata: MooncakeConnectorMetadata) -> None:
+        for worker in self.workers:
+            worker.start_load_kv(metadata)
+
+    def has_report(self) -> bool:
+        return bool(self._arrived) or any(worker.has_report() for worker in self.workers)
+
+    def get_finished(self, finished_req_ids: Sequence[str]) -> KVConnectorOutput | None:
+        self._is_collecting = True
+        for rank, worker in enumerate(self.workers):
+            output = worker.get_finished(finished_req_ids)
+            if output is not None:
+                self._send(self._next_report(rank, output))
+        self._is_collecting = False
+        if self._unacknowledged and self._retry is None:
+            self._retries = 0
+            self._retry = self._bus.loop.call_later(_RETRY_NS, self._send_again)
+        arrived, self._arrived = self._arrived, []
+        if not arrived:
+            return None
+        return self._aggregator.aggregate([report.output for report in arrived]) or None
+
+    def failure_reason(self, request_id: str) -> str | None:
+        reasons = [worker.failure_reason(request_id) for worker in self.workers]
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def shutdown(self) -> None:
+        self._is_dead = True
+        self._bus.loop.cancel(self._retry)
+        for worker in self.workers:
+            worker.shutdown()
+
+    # -- reports ------------------------------------------------------------------------------------------
+
+    def _next_report(self, rank: int, output: KVConnectorOutput) -> RankReport:
+        self._numbers[rank] += 1
+        report = RankReport(rank, self._numbers[rank], output)
+        if self._acknowledges:
+            self._unacknowledged[rank, report.number] = report
+        return report
+
+    def _send(self, report: RankReport) -> None:
+        output = report.output
+        request_ids = (*output.finished_sending, *output.finished_recving, *output.failed_recving)
+        envelope = Envelope(
+            kind=RANK_REPORT,
+            source=f"{self._instance}/rank/{report.rank}",
+            destination=f"{self._instance}/scheduler",
+            payload=report,
+            request_ids=tuple(dict.fromkeys(request_ids)),
+            conversation=f"rank/{self.workers[0].identity.engine_id}/{report.rank}/{report.number}",
+            attempt=self._retries,
+            peer_index=report.rank,
+            num_peers=len(self.workers),
+        )
+        hand_over(self._bus, envelope, self._receive)
+
+    def _send_again(self) -> None:
+        """What has been lost on its way; for a while only, so that a run with a rank that is cut off ends."""
+        self._retry = None
+        self._retries += 1
+        for report in list(self._unacknowledged.values()):
+            self._send(report)
+        if self._unacknowledged and self._retries < _MAX_RETRIES:
+            self._retry = self._bus.loop.call_later(_RETRY_NS, self._send_again)
+
+    def _receive(self, envelope: Envelope) -> None:
+        report: RankReport = envelope.payload
+        if self._is_dead:
+            return
+        if self._acknowledges:
+            if self._unacknowledged.get((report.rank, report.number)) is not report:
+                return  # counted before, or not this rank's word
+            del self._unacknowledged[report.rank, report.number]
+            if not self._unacknowledged:
+                self._bus.loop.cancel(self._retry)
+                self._retry = None
+        self._arrived.append(report)
+        if not self._is_collecting:
+            self._on_report()
+
+
+def start_workers(
+    instance: InstanceId,
+    incarnation: int,
+    role: str,
+    *,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    sharding: Sharding | None = None,
+    groups: Sequence[KVCacheGroupSpec],
+    config: MooncakeConfig,
+    behaviour: Behaviour,
+    bus: Bus,
+    memory: KVMemory,
+    sink: EventSink,
+    on_report: Callable[[], None],
+) -> MooncakeWorkers:
+    """The workers of one engine. `memory`: its rows, in which the ranks' shares follow each other (`Sharding`)."""
+    workers: list[MooncakeWorker] = []
+    for ranks in all_ranks(tp_size, pp_size):
+        identity = WorkerIdentity(instance, incarnation, ranks)
+        workers.append(
+            MooncakeWorker(
+                identity,
+                role,
+                groups=groups,
+                config=config,
+                behaviour=behaviour,
+                bus=bus,
+                memory=register_rows(memory, groups, identity, sharding),
+                sink=sink,
+                on_report=on_report,
+                bootstrap=workers[0].bootstrap if workers else None,
+            )
+        )
+    if len(workers) == 1:
+        return workers[0]
+    acknowledges = behaviour["rank_reports"] == "acknowledged"
+    return RankGroup(workers, bus=bus, acknowledges=acknowledges, on_report=on_report)
