@@ -23,7 +23,7 @@ from kvreplay.replay.presets import packaged_folder, packaged_names
 from kvreplay.replay.sampler import expected_output_hash
 from kvreplay.trace.digest import file_digest
 from kvreplay.trace.reader import Trace, read_trace
-from kvreplay.trace.schema import MEMORY_SCHEMA, TraceMetadata, canonical_json
+from kvreplay.trace.schema import MEMORY_SCHEMA, TraceMetadata, canonical_json, release_memory
 from kvreplay.trace.workload import Workload, read_workload
 from kvreplay.trace.writer import MemoryTrace, TraceWriter
 from kvreplay.verdict.model import DEFAULT_FAIL_ON, InEffect, Summary
@@ -84,6 +84,7 @@ def run_trace(options: RunOptions, trace: Trace, progress: Progress | None = Non
     """Play the trace, and its faultless twin if `baseline`; write the output. The trace is read already, since its
     config may be the one to use."""
     workload = read_workload(trace, options.limit)
+    release_memory()
     if not workload.arrivals:
         raise TraceError(f"{options.trace}: no request is left to replay")
     twin: Summary | None = None

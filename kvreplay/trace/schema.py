@@ -10,6 +10,9 @@ import pyarrow as pa
 from kvreplay import __version__
 from kvreplay.events import SCHEMA_VERSION
 
+# Arrow's own allocator keeps what it has had; the system's gives it back when asked (`release_memory`).
+pa.set_memory_pool(pa.system_memory_pool())
+
 DICTIONARY: Final = pa.dictionary(pa.int32(), pa.string())
 """Strings repeat a lot: each row group has its own dictionary, in order of first appearance."""
 
@@ -53,6 +56,12 @@ MEMORY_SCHEMA: Final = pa.schema(
     ]
 )
 """The same rows with plain strings: what is sorted, hashed and handed to polars."""
+
+
+def release_memory() -> None:
+    """Give back to the operating system what reading or writing rows has left free."""
+    pa.default_memory_pool().release_unused()
+
 
 METADATA_KEYS: Final = ("source", "t0_unix_ns", "config", "seed", "faults", "profile")
 

@@ -26,7 +26,7 @@ from kvreplay.trace.columns import (
     numbered,
 )
 from kvreplay.trace.fingerprint import Fingerprint
-from kvreplay.trace.schema import MEMORY_SCHEMA, SCHEMA, STRINGS, TraceMetadata
+from kvreplay.trace.schema import MEMORY_SCHEMA, SCHEMA, STRINGS, TraceMetadata, release_memory
 
 if TYPE_CHECKING:
     import polars as pl
@@ -116,6 +116,7 @@ class MemoryTrace:
         if num_ready:
             self._settled_ns = int(times[num_ready - 1])
             self._number(table.slice(0, num_ready))
+        release_memory()
 
     def _number(self, table: pa.Table) -> None:
         """Give rows their final numbers: from here on they are in order for good."""
