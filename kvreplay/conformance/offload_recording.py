@@ -59,6 +59,8 @@ class RecordingManager:
         self.on_new_request = inner.on_new_request
         self.lookup = inner.lookup
         self.lookup_many = inner.lookup_many
+        self.can_load = inner.can_load
+        self.discard = inner.discard
         self.touch = inner.touch
         self.on_schedule_end = inner.on_schedule_end
         self.has_pending_work = inner.has_pending_work

@@ -237,7 +237,7 @@ class _Driver:
     def _end(self, request: Request) -> None:
         del self.requests[request.request_id]
         self.unannounced.append(request.request_id)
-        self.connector.request_finished(request, ())
+        self.connector.request_finished(request, None)
 
     def _schedules(self) -> bool:
         """Whether schedule() was called: with asynchronous scheduling not if there was nothing to do."""
@@ -254,7 +254,7 @@ class _Driver:
         self.junctions.follow(step, shares, whole, was_reset=step.reset is True)
         finished = sorted(self.unannounced, key=lambda req_id: self.order[req_id])
         self.unannounced.clear()
-        metadata = self.connector.build_connector_meta(
+        metadata = self.connector.build_meta(
             OffloadStep(
                 requests=[
                     StepRequest(

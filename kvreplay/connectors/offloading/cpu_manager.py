@@ -105,11 +105,27 @@ class CPUOffloadingManager:
         self.chunks.pin(chunk_ids)
         return chunk_ids
 
+    def can_load(self, keys: Keys) -> bool:
+        chunk_ids = self.chunks.find(keys)
+        return bool((chunk_ids >= 0).all() and self.chunks.is_ready(chunk_ids).all())
+
     def complete_load(self, keys: Keys, context: RequestContext) -> None:
         chunk_ids = self.chunks.find(keys)
         if (chunk_ids < 0).any() or (self.chunks.ref_counts[chunk_ids] <= 0).any():
             raise EngineFatal("AssertionError", "chunk is not being read")
         self.policy.mark_evictable(self.chunks.unpin(chunk_ids))
+
+    def discard(self, keys: Keys) -> None:
+        chunk_ids = self.chunks.find(keys)
+        unused = (chunk_ids >= 0) & (self.chunks.ref_counts[chunk_ids] == 0)
+        chunk_ids, keys = chunk_ids[unused], keys[unused]
+        if not len(keys):
+            return
+        self.policy.remove(keys, chunk_ids)
+        self.chunks.take_out(chunk_ids)
+        self.chunks.drop(chunk_ids)
+        if self._events is not None:
+            self._events.append(OffloadingEvent(keys, is_removal=True))
 
     # -- stores -----------------------------------------------------------------------------------------------
 

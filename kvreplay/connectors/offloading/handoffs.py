@@ -85,7 +85,7 @@ class HandoffStores:
             sizes[indices[which]] = 1
             places[indices[which]] = place
         source = [block_ids[which] for which in accepted]
-        gpu = GpuBlocks(np.array(source, np.int32), tuple(sizes), tuple(places))
+        gpu = GpuBlocks(np.array(source, np.int64), tuple(sizes), tuple(places))
         return self._stores.open(state, plan.keys, gpu, plan.chunk_ids, fenced=tuple(source))
 
     # -- inside a block ---------------------------------------------------------------------------------------

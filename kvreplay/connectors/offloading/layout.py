@@ -3,7 +3,6 @@
 A *chunk* is `blocks_per_chunk` consecutive blocks of one group and the unit of offloading. All positions are tokens.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -161,12 +160,6 @@ class OffloadLayout:
     @cached_property
     def max_proof_margin(self) -> int:
         return max(self.proof_margin(group) for group in self.groups)
-
-
-def num_chunks_of(cpu_bytes_to_use: int, groups: Sequence[OffloadGroup], num_copies: int) -> int:
-    """How many chunks fit the CPU tier: a slot holds a chunk of any group, on every rank that keeps its own copy."""
-    largest = max(group.bytes_per_block for group in groups)
-    return cpu_bytes_to_use // (largest * num_copies * groups[0].blocks_per_chunk)
 
 
 def _ceil(value: int, unit: int) -> int:

@@ -21,6 +21,8 @@ class Job:
     is_sync_load: bool = False
     fenced: tuple[int, ...] = ()
     deferred_fence: tuple[int, ...] = ()
+    failure: str | None = None
+    """Why its copy failed on some worker."""
 
     @property
     def tolerates_others(self) -> bool:

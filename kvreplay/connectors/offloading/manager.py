@@ -60,7 +60,15 @@ class OffloadingManager(Protocol):
         """Pin ready chunks; where each is. Asking for one that is not there, or not ready, is fatal."""
         ...
 
+    def can_load(self, keys: Keys) -> bool:
+        """Whether all are there, and ready."""
+        ...
+
     def complete_load(self, keys: Keys, context: RequestContext) -> None: ...
+
+    def discard(self, keys: Keys) -> None:
+        """Forget those that nobody reads: what they hold cannot be trusted."""
+        ...
 
     def prepare_store(self, keys: Keys, context: RequestContext) -> StorePlan | None:
         """Make room for those of `keys` that are worth storing. None: there is not enough."""

@@ -4,17 +4,45 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvreplay.connectors.offloading.arrays import NO_KEYS, Keys
 from kvreplay.connectors.offloading.context import OffloadPolicy, RequestContext
 from kvreplay.connectors.offloading.keys import KeySpace
 from kvreplay.connectors.offloading.layout import OffloadGroup, OffloadLayout
-from kvreplay.engine.request import Request, RequestStatus
-from kvreplay.kv.block_table import BlockTable
+from kvreplay.engine.request import Request
+from kvreplay.kv.block_pool import BlockIds
 
-BlocksOfGroups = Sequence[NDArray[np.int32] | Sequence[int]]
+BlocksOfGroups = Sequence[BlockIds | Sequence[int]]
 """One list per KV cache group of the engine."""
+
+
+class MirroredTable:
+    """A request's blocks in one group, as far as they have been shown. `ids` may be written to."""
+
+    __slots__ = ("_cells", "_num_blocks")
+
+    def __init__(self) -> None:
+        self._cells = np.zeros(16, np.int64)
+        self._num_blocks = 0
+
+    def __len__(self) -> int:
+        return self._num_blocks
+
+    @property
+    def ids(self) -> BlockIds:
+        return self._cells[: self._num_blocks]
+
+    def extend(self, block_ids: BlockIds | Sequence[int]) -> None:
+        end = self._num_blocks + len(block_ids)
+        if end > len(self._cells):
+            longer = np.zeros(max(end, 2 * len(self._cells)), np.int64)
+            longer[: self._num_blocks] = self.ids
+            self._cells = longer
+        self._cells[self._num_blocks : end] = block_ids
+        self._num_blocks = end
+
+    def clear(self) -> None:
+        self._num_blocks = 0
 
 
 class GroupState:
@@ -28,7 +56,7 @@ class GroupState:
 
     def __init__(self, group: OffloadGroup) -> None:
         self.group = group
-        self.table = BlockTable()
+        self.table = MirroredTable()
         self.next_stored_chunk_idx = 0
         self.num_keys = 0
         self.lookup_hit_end = 0
@@ -58,7 +86,7 @@ class GroupState:
         if holds_back_last:
             num_chunks = max(0, num_chunks - 1)
         if clamps_to_blocks:
-            num_chunks = min(num_chunks, self.table.num_blocks // self.group.blocks_per_chunk)
+            num_chunks = min(num_chunks, len(self.table) // self.group.blocks_per_chunk)
         return min(num_chunks, self.num_keys)
 
 
@@ -85,6 +113,10 @@ class RequestState:
         """The manager has been told of its end."""
         self.settled_tokens = -1
         """So many storable tokens have been dealt with; with no more there is nothing to offer."""
+        self.admitted_tables: BlocksOfGroups = ()
+        """What it held when it last got blocks."""
+        self.deferred_since_ns: int | None = None
+        """Since when its lookup has been undecided."""
         self._space = space
         self._tokens_per_hash = layout.tokens_per_hash
 
@@ -104,7 +136,7 @@ class RequestState:
 
     def clear_tables(self) -> None:
         for state in self.groups:
-            state.table.num_blocks = 0
+            state.table.clear()
 
     def rewind(self) -> None:
         """Offer every chunk again."""
@@ -114,24 +146,14 @@ class RequestState:
 
     def extend_tables(self, new_blocks: BlocksOfGroups) -> None:
         for state in self.groups:
-            state.table.extend(np.asarray(new_blocks[state.group.group_id], np.int32))
+            state.table.extend(new_blocks[state.group.group_id])
 
-    def storable_chunks(self, state: GroupState, num_tokens: int, *, clamps_to_blocks: bool) -> int:
-        """A drafter's trailing chunk may be rewritten while its request decodes; at the end it is stored too."""
-        request = self.request
-        is_volatile = (
-            state.group.is_drafter and num_tokens > request.num_prompt_tokens and not request.status.is_finished
-        )
-        return state.storable_chunks(num_tokens, holds_back_last=is_volatile, clamps_to_blocks=clamps_to_blocks)
-
-    def tokens_after(self, num_scheduled: int, num_computed: int) -> int:
-        """Tokens whose KV is there after this step. The last sampled token's slot is never written."""
-        request = self.request
-        if request.status is RequestStatus.FINISHED_ABORTED:
-            return request.num_computed_tokens
-        if request.status.is_finished:
-            return max(request.num_prompt_tokens, request.num_tokens - 1)
-        return num_computed + num_scheduled
+    def catch_up(self, tables: BlocksOfGroups) -> None:
+        """Take in blocks that it got while it was not shown; only where nothing leaves a table."""
+        for state in self.groups:
+            if not state.group.is_windowed:
+                table = tables[state.group.group_id]
+                state.table.extend(table[len(state.table) :])
 
 
 def _token_limit(params: Mapping[str, Any] | None, name: str) -> int | None:

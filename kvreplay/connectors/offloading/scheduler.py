@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from kvreplay.connectors.offloading.arrays import Keys
+from kvreplay.connectors.offloading.arrays import NO_KEYS, Keys
 from kvreplay.connectors.offloading.behaviour import VLLM_0_33, OffloadBehaviour
 from kvreplay.connectors.offloading.context import OffloadPolicy, context_of
 from kvreplay.connectors.offloading.handoffs import HandoffStores
@@ -25,13 +25,17 @@ from kvreplay.connectors.offloading.structs import (
     TransferJob,
 )
 from kvreplay.engine.connector import KVConnectorOutput, RequestBlocks
+from kvreplay.engine.output import SchedulerOutput
 from kvreplay.engine.request import Request
 from kvreplay.errors import EngineFatal
 
 
 class OffloadingScheduler:
-    """One engine's. `max_loadable`: how far beyond the local hit a load may reach, where groups that are not offloaded
-    limit it; None: nothing does."""
+    """One engine's.
+
+    `max_loadable`: how far beyond the local hit a load may reach, where groups that are not offloaded limit it; None:
+    nothing does. `now_ns` is the time and `wake_at` has the engine ask again at that time, both for bounded lookups.
+    """
 
     requires_kv_delivery = False
     lookup_is_pure = False
@@ -44,6 +48,9 @@ class OffloadingScheduler:
         *,
         behaviour: OffloadBehaviour = VLLM_0_33,
         max_loadable: Callable[[Request, int], int] | None = None,
+        now_ns: Callable[[], int] | None = None,
+        wake_at: Callable[[int], None] | None = None,
+        lookup_timeout_ns: int = 0,
     ) -> None:
         self.layout = layout
         self.manager = manager
@@ -64,6 +71,12 @@ class OffloadingScheduler:
         self._max_loadable = max_loadable
         self._defers_readmission = behaviour.readmission == "defer"
         self._forgets_all_stale = behaviour.stale_ids == "all"
+        self._tolerates_missing = behaviour.missing_chunk == "miss"
+        self._now_ns = now_ns if behaviour.pending_lookup == "bound" else None
+        self._wake_at = wake_at
+        self._lookup_timeout_ns = lookup_timeout_ns
+        self._owes_stores = False
+        """The workers have kept stores for the next step."""
 
         # What this step has decided so far.
         self.load_jobs: dict[int, TransferJob] = {}
@@ -94,9 +107,21 @@ class OffloadingScheduler:
         hit: int | None = 0
         if not request.skip_reading_prefix_cache:
             bound = None if self._max_loadable is None else self._max_loadable(request, num_computed_tokens)
-            hit = self.lookup.find(state, bound)
+            hit = self._bounded(state, self.lookup.find(state, bound))
         is_sync = self._reserve_sync_load(state, hit)
         return hit, bool(hit) and not is_sync
+
+    def _bounded(self, state: RequestState, hit: int | None) -> int | None:
+        """An undecided lookup is waited for, but not for ever."""
+        if hit is not None or self._now_ns is None:
+            state.deferred_since_ns = None
+            return hit
+        now_ns = self._now_ns()
+        if state.deferred_since_ns is None:
+            state.deferred_since_ns = now_ns
+            if self._wake_at is not None:
+                self._wake_at(now_ns + self._lookup_timeout_ns)
+        return 0 if now_ns >= state.deferred_since_ns + self._lookup_timeout_ns else None
 
     def _reserve_sync_load(self, state: RequestState, hit: int | None) -> bool:
         """Whether the step waits for this load: what it may bring in so is limited. A token must be left to compute."""
@@ -118,9 +143,10 @@ class OffloadingScheduler:
         for table in tables:
             self.allocated.update(table)
         self.allocated.discard(0)
+        state = self.states[request.request_id]
+        state.admitted_tables = tables
         if not num_external_tokens:
             return
-        state = self.states[request.request_id]
         state.loaded_from_offload = True
         is_sync = request.request_id in self.sync_loads
         total = state.num_local_tokens + num_external_tokens
@@ -157,9 +183,7 @@ class OffloadingScheduler:
                 end - start <= limit, "num_pending_gpu_blocks <= sliding_window_size_in_chunks * blocks_per_chunk + 1"
             )
         num_chunks = -(-total // group.tokens_per_chunk)
-        keys = (
-            self._keys_to_load(state, index, start // group.blocks_per_chunk, num_chunks) if start < end else _NO_KEYS
-        )
+        keys = self._keys_to_load(state, index, start // group.blocks_per_chunk, num_chunks) if start < end else NO_KEYS
         if state.policy is OffloadPolicy.CHUNK_LEVEL:
             group_state.next_stored_chunk_idx = num_chunks
         return keys, table[start:end], start
@@ -178,9 +202,12 @@ class OffloadingScheduler:
     def _open_load(self, state: RequestState, loads: list[tuple[Keys, list[int], int]], *, is_sync: bool) -> None:
         req_id = state.request.request_id
         keys = np.concatenate([keys for keys, _, _ in loads])
+        failure = None
+        if self._tolerates_missing and not self.manager.can_load(keys):
+            keys, failure = NO_KEYS, "an offloaded chunk is gone"
         chunk_ids = self.manager.prepare_load(keys, state.context)
         gpu = GpuBlocks(
-            np.array([block_id for _, blocks, _ in loads for block_id in blocks], np.int32),
+            np.array([block_id for _, blocks, _ in loads for block_id in blocks], np.int64),
             tuple(len(blocks) for _, blocks, _ in loads),
             tuple(start for _, _, start in loads),
         )
@@ -196,13 +223,17 @@ class OffloadingScheduler:
             )
         )
         state.jobs[job_id] = None
-        self.load_jobs[job_id] = TransferJob(job_id, req_id, False, gpu, chunk_ids, is_sync)
+        self.load_jobs[job_id] = TransferJob(job_id, req_id, False, gpu, chunk_ids, is_sync, failure)
         if self.chunks_being_loaded is not None and not is_sync:
             self.chunks_being_loaded.update(keys.tolist())
 
     # -- the end of schedule() --------------------------------------------------------------------------------
 
-    def build_connector_meta(self, step: OffloadStep) -> OffloadingConnectorMetadata | None:
+    def build_connector_meta(self, out: SchedulerOutput) -> OffloadingConnectorMetadata | None:
+        """Once per schedule(), with what that has decided. None: the workers need not hear of this step."""
+        return self.build_meta(step_of(out))
+
+    def build_meta(self, step: OffloadStep) -> OffloadingConnectorMetadata | None:
         """Orders for the workers; what was gathered in this step is spent."""
         self._update_states(step)
         self._flush_preempted(step.preempted)
@@ -210,7 +241,7 @@ class OffloadingScheduler:
             self._jobs_to_flush |= self.ledger.fenced_by(self.allocated)
         store_jobs = {job.job_id: job for job in self._handoffs.build(step, self.states)}
         store_jobs.update(self._build_stores(step))
-        metadata = OffloadingConnectorMetadata(self.load_jobs, store_jobs, self._jobs_to_flush)
+        metadata = OffloadingConnectorMetadata(self.load_jobs, store_jobs, self._jobs_to_flush, step.has_forward)
         for req_id in step.finished:
             self._sign_off(req_id)
         self.load_jobs = {}
@@ -219,7 +250,10 @@ class OffloadingScheduler:
         self._jobs_to_flush = set()
         self.allocated = set()
         self.manager.on_schedule_end()
-        return metadata or None
+        # What the workers have kept of the last step starts with this one.
+        is_news = bool(metadata) or self._owes_stores
+        self._owes_stores = bool(store_jobs.keys() - metadata.jobs_to_flush)
+        return metadata if is_news else None
 
     def _update_states(self, step: OffloadStep) -> None:
         lengths_before: dict[str, tuple[int, ...]] = {}
@@ -227,13 +261,15 @@ class OffloadingScheduler:
             state = self.states[share.request_id]
             state.notice_keys()
             state.shared_prefix_boundary = share.shared_prefix_boundary
+            blocks = share.blocks
             if share.is_full_table:
                 state.clear_tables()
-            if share.blocks is not None:
+                blocks = state.admitted_tables if blocks is None else blocks
+            if blocks is not None:
                 lengths_before[share.request_id] = tuple(len(group.table) for group in state.groups)
-                state.extend_tables(share.blocks)
+                state.extend_tables(blocks)
                 for group in self.layout.groups:
-                    self.allocated.update(np.asarray(share.blocks[group.group_id]).tolist())
+                    self.allocated.update(np.asarray(blocks[group.group_id]).tolist())
         self.allocated.update(step.copied_to)
         self.allocated.discard(0)
         if self.layout.windowed and self.allocated:
@@ -241,7 +277,7 @@ class OffloadingScheduler:
 
     def _forget_stale_ids(self, lengths_before: dict[str, tuple[int, ...]]) -> None:
         """A block that has left a window may have been given to someone else: its old place is nobody's now."""
-        allocated = np.fromiter(self.allocated, np.int32, len(self.allocated))
+        allocated = np.fromiter(self.allocated, np.int64, len(self.allocated))
         for req_id, state in self.states.items():
             lengths = lengths_before.get(req_id)
             for index in self.layout.windowed:
@@ -279,7 +315,7 @@ class OffloadingScheduler:
             state = self.states.get(share.request_id)
             if state is None:
                 continue
-            job = self.stores.build(state, state.tokens_after(share.num_scheduled_tokens, share.num_computed_tokens))
+            job = self.stores.build(state, share)
             if job is None:
                 continue
             jobs[job.job_id] = job
@@ -311,6 +347,9 @@ class OffloadingScheduler:
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         if isinstance(output, OffloadingOutput):
+            for job_id, failure in output.failed_jobs.items():
+                if job_id in self.ledger.jobs:
+                    self.ledger.jobs[job_id].failure = failure
             self._complete_jobs(output.completed_jobs.items())
 
     def _complete_jobs(self, reports: Iterable[tuple[int, int]]) -> None:
@@ -331,9 +370,11 @@ class OffloadingScheduler:
     def _complete(self, job_id: int, job: Job) -> None:
         state = self.states[job.req_id]
         if job.is_store:
-            self.manager.complete_store(job.keys, state.context)
+            self.manager.complete_store(job.keys, state.context, success=job.failure is None)
         else:
             self.manager.complete_load(job.keys, state.context)
+            if job.failure is not None:
+                self.manager.discard(job.keys)
             if self.chunks_being_loaded:
                 self.chunks_being_loaded.difference_update(job.keys.tolist())
         self.ledger.close(job_id, request_has_ended=state.request.status.is_finished)
@@ -341,8 +382,11 @@ class OffloadingScheduler:
         if state.finished_signaled and not state.jobs:
             del self.states[job.req_id]
 
-    def request_finished(self, request: Request, blocks: object) -> bool:
-        """Its last chunks are stored in the next step; until then what it holds is known only by number."""
+    def request_finished(self, request: Request, blocks: RequestBlocks | None) -> bool:
+        """Its last chunks are stored in the next step; until then what it holds is known only by number.
+
+        `blocks`: what it holds; None: no more than was shown in its steps.
+        """
         state = self.states.get(request.request_id)
         if state is None:
             context = context_of(request.request_id, request.kv_transfer_params)
@@ -350,12 +394,29 @@ class OffloadingScheduler:
             self.manager.on_request_finished(context)
             return False
         state.notice_keys()
+        if blocks is not None:
+            state.catch_up(blocks.get_block_ids())
         for job_id in state.jobs:
             self.ledger.fence(job_id, self.ledger.jobs[job_id].deferred_fence)
         return False
 
     def has_pending_block_frees(self) -> bool:
         return False
+
+    @property
+    def needs_every_step(self) -> bool:
+        """Whether steps may not be skipped: a block that is given out may still be read by a store, or stores wait for
+        the next step."""
+        return bool(self.ledger.fences) or self._owes_stores
+
+    def needs_share(self, request_id: str) -> bool:
+        """Whether this request must be shown in each of its steps, though it only decodes: it has more to offer."""
+        state = self.states.get(request_id)
+        return state is not None and not self.stores.is_settled(state)
+
+    def note_allocated(self, block_ids: Iterable[int]) -> None:
+        """Blocks given out in this step to requests that are not shown."""
+        self.allocated.update(block_ids)
 
     def reset_cache(self) -> bool:
         """Forget everything that is offloaded. What is in flight is flushed, and its reports are disregarded."""
@@ -382,7 +443,23 @@ class OffloadingScheduler:
         return True
 
 
-_NO_KEYS: Keys = np.empty(0, np.int64)
+def step_of(out: SchedulerOutput) -> OffloadStep:
+    """An engine's step. Requests in lockstep are not shown: there is nothing to store of them."""
+    return OffloadStep(
+        requests=[
+            StepRequest(
+                share.request.request_id,
+                share.start,
+                share.num_tokens,
+                None if share.admitted else share.new_blocks,
+                is_full_table=share.admitted,
+            )
+            for share in out.shares
+        ],
+        preempted=out.preempted,
+        finished=out.finished_req_ids,
+        has_forward=out.total_num_scheduled_tokens > 0,
+    )
 
 
 def _engine_asserts(condition: bool, text: str) -> None:  # noqa: FBT001 - reads as an assertion

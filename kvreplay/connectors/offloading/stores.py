@@ -17,7 +17,8 @@ from kvreplay.connectors.offloading.ledger import Job, JobLedger
 from kvreplay.connectors.offloading.manager import OffloadingManager, StorePlan
 from kvreplay.connectors.offloading.reachable import Horizon, StoreMask
 from kvreplay.connectors.offloading.request_state import GroupState, RequestState
-from kvreplay.connectors.offloading.structs import GpuBlocks, TransferJob
+from kvreplay.connectors.offloading.structs import GpuBlocks, StepRequest, TransferJob
+from kvreplay.engine.request import RequestStatus
 from kvreplay.errors import EngineFatal
 from kvreplay.kv.block_pool import BlockIds
 
@@ -61,6 +62,7 @@ class StoreBuilder:
         self._ledger = ledger
         self._on_allocation_failure = on_allocation_failure
         self._clamps_aborted = behaviour.abort_clamp == "blocks"
+        self._keeps_last_at_end = behaviour.eagle_lookup == "narrow"
         self._masks = tuple(
             StoreMask(
                 group,
@@ -78,9 +80,15 @@ class StoreBuilder:
             num = min(num, state.max_offload_tokens)
         return min(num, state.request.num_prompt_tokens) if self._layout.offload_prompt_only else num
 
-    def build(self, state: RequestState, num_tokens: int) -> TransferJob | None:
-        """Offer what is complete once the request has `num_tokens` tokens; the copy of what was accepted."""
-        num_tokens = self.storable_tokens(state, num_tokens)
+    def is_settled(self, state: RequestState) -> bool:
+        """Whether there will be nothing more to offer before the request ends."""
+        return self._layout.offload_prompt_only and state.settled_tokens == self.storable_tokens(
+            state, state.request.num_prompt_tokens
+        )
+
+    def build(self, state: RequestState, share: StepRequest) -> TransferJob | None:
+        """Offer what is complete at the end of this share; the copy of what was accepted."""
+        num_tokens = self.storable_tokens(state, self._tokens_after(state, share))
         has_ended = state.request.status.is_finished
         if num_tokens == state.settled_tokens and not has_ended:
             return None
@@ -97,6 +105,28 @@ class StoreBuilder:
             return None
         return self._job(state, offers, plan)
 
+    def _tokens_after(self, state: RequestState, share: StepRequest) -> int:
+        """Tokens whose KV is there after this step. The last sampled token's slot is never written."""
+        request = state.request
+        if not request.status.is_finished:
+            return share.num_computed_tokens + share.num_scheduled_tokens
+        if request.status is RequestStatus.FINISHED_ABORTED and self._clamps_aborted:
+            return request.num_computed_tokens
+        return max(request.num_prompt_tokens, request.num_tokens - 1)
+
+    def _storable_chunks(self, state: RequestState, group_state: GroupState, num_tokens: int) -> int:
+        """A drafter's trailing chunk may be rewritten while its request decodes; at the end it is stored too."""
+        request = state.request
+        has_ended = request.status.is_finished
+        is_volatile = (
+            group_state.group.is_drafter
+            and num_tokens > request.num_prompt_tokens
+            and (self._keeps_last_at_end or not has_ended)
+        )
+        return group_state.storable_chunks(
+            num_tokens, holds_back_last=is_volatile, clamps_to_blocks=self._clamps_aborted or not has_ended
+        )
+
     def _advance(self, state: RequestState, ranges: list[_Range]) -> None:
         # Never back: at the end of an aligned prompt a drafter has one chunk less to store.
         for group_state, chunks_range in zip(state.groups, ranges, strict=True):
@@ -107,7 +137,7 @@ class StoreBuilder:
     def _range(self, state: RequestState, group_state: GroupState, num_tokens: int) -> _Range:
         group = group_state.group
         has_ended = state.request.status.is_finished
-        end = state.storable_chunks(group_state, num_tokens, clamps_to_blocks=self._clamps_aborted or not has_ended)
+        end = self._storable_chunks(state, group_state, num_tokens)
         start = group_state.next_stored_chunk_idx
         prompt_horizon = self.storable_tokens(state, state.request.num_prompt_tokens) // group.tokens_per_chunk
         segment = self._segment_blocks(group)

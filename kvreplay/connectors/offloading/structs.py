@@ -32,6 +32,8 @@ class TransferJob(NamedTuple):
     chunk_ids: ChunkIds
     is_sync: bool = False
     """The step that starts it waits for it."""
+    failure: str | None = None
+    """A load that can only fail, and why: what it was to bring has gone."""
 
 
 @dataclass(slots=True)
@@ -42,6 +44,8 @@ class OffloadingConnectorMetadata:
     store_jobs: dict[int, TransferJob] = field(default_factory=dict)
     jobs_to_flush: set[int] = field(default_factory=set)
     """To be submitted at once and waited for. A set of numbers, as in vLLM: its order is the order of submission."""
+    has_forward: bool = True
+    """Whether the step computes anything."""
 
     def __bool__(self) -> bool:
         return bool(self.load_jobs or self.store_jobs or self.jobs_to_flush)
@@ -73,6 +77,7 @@ class StepRequest(NamedTuple):
     num_scheduled_tokens: int
     blocks: BlocksOfGroups | None
     is_full_table: bool = False
+    """With `blocks` None: the table that it was admitted with."""
     shared_prefix_boundary: int = 0
 
 
@@ -95,3 +100,4 @@ class OffloadStep:
     copied_to: Sequence[int] = ()
     """Destinations of copy-on-write."""
     handoffs: Mapping[str, Sequence[Handoff]] = field(default_factory=dict)
+    has_forward: bool = True

@@ -193,6 +193,12 @@ class TieringOffloadingManager:
     def prepare_load(self, keys: Keys, context: RequestContext) -> ChunkIds:
         return self.primary.prepare_load(keys, context)
 
+    def can_load(self, keys: Keys) -> bool:
+        return self.primary.can_load(keys)
+
+    def discard(self, keys: Keys) -> None:
+        self.primary.discard(keys)
+
     def complete_load(self, keys: Keys, context: RequestContext) -> None:
         self.primary.complete_load(keys, context)
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
+from kvreplay.connectors.offloading.reports import RankReport
 from kvreplay.connectors.offloading.structs import OffloadingConnectorMetadata, TransferJob
 from kvreplay.errors import EngineFatal
 
@@ -75,6 +76,9 @@ class OffloadingWorker:
         """Loads in flight → the request to report; None: it does not wait for a report."""
         self._unsubmitted: list[TransferJob] = []
         self._acknowledged: list[int] = []
+        """Stores that this rank has nothing to do for."""
+        self._failed: list[CopyResult] = []
+        """Loads that were not even begun."""
 
     @property
     def is_busy(self) -> bool:
@@ -98,17 +102,20 @@ class OffloadingWorker:
     def start_load_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         awaited: list[int] = []
         for job_id, job in metadata.load_jobs.items():
-            if job.is_sync:
+            if job.is_sync and job.failure is None:
                 awaited.append(job_id)
             # The request of a synchronous load runs in this step: nobody waits for a report.
             self._loads[job_id] = None if job.is_sync else job.req_id
+            if job.failure is not None:
+                self._failed.append(CopyResult(job_id, False, job.failure))
+                continue
             self._submit(SYNC_LOADS if job.is_sync else LOADS, job)
         if awaited:
             self._engine.wait(awaited)
 
-    def wait_for_save(self, metadata: OffloadingConnectorMetadata, *, has_forward: bool = True) -> None:
+    def wait_for_save(self, metadata: OffloadingConnectorMetadata) -> None:
         """Keep this step's stores for the next; those that had to be flushed are over."""
-        if self._drops_without_forward and not has_forward:
+        if self._drops_without_forward and not metadata.has_forward:
             return
         for job_id, job in metadata.store_jobs.items():
             if job_id not in metadata.jobs_to_flush:
@@ -117,9 +124,23 @@ class OffloadingWorker:
     def get_finished(self) -> WorkerReport:
         report = WorkerReport()
         report.completed, self._acknowledged = self._acknowledged, []
-        for result in self._engine.take_finished():
+        failed, self._failed = self._failed, []
+        for result in (*failed, *self._engine.take_finished()):
             self._note_result(result, report)
         return report
+
+    def rank_reports(self, rank: int) -> list[RankReport]:
+        """The same, as messages to the scheduler."""
+        is_load = {job_id: req_id is not None for job_id, req_id in self._loads.items()}
+        report = self.get_finished()
+        orders = [
+            QUEUES.index(STORES if job_id not in is_load else LOADS if is_load[job_id] else SYNC_LOADS)
+            for job_id in report.completed
+        ]
+        return [
+            RankReport(rank, job_id, order, report.failed.get(job_id))
+            for job_id, order in zip(report.completed, orders, strict=True)
+        ]
 
     def _note_result(self, result: CopyResult, report: WorkerReport) -> None:
         if not result.success:

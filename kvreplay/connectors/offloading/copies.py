@@ -1,0 +1,150 @@
+"""Which block of which chunk each GPU block of a job goes to, and moving the words (vLLM: cpu/gpu_worker.py).
+
+A job's first chunk in a group may begin before its first block: those sub-blocks are skipped.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvreplay.connectors.offloading.cpu_buffers import CpuBuffers, Places
+from kvreplay.connectors.offloading.layout import OffloadLayout
+from kvreplay.connectors.offloading.structs import TransferJob
+from kvreplay.errors import EngineFatal
+from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.content import WordArray
+from kvreplay.kv.memory import KVMemory, Provenance
+from kvreplay.sim.envelope import Corruption
+
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+class GroupCopy(NamedTuple):
+    """One group's blocks of a job, and where each is in the CPU tier."""
+
+    group_id: int
+    block_ids: BlockIds
+    places: Places
+
+
+def group_copies(job: TransferJob, layout: OffloadLayout) -> Iterator[GroupCopy]:
+    """Raises EngineFatal where the chunks do not match the blocks, as the copy engine's assertions do."""
+    size = layout.blocks_per_chunk
+    next_block = next_chunk = 0
+    for group, num_blocks, first in zip(layout.groups, job.gpu.group_sizes, job.gpu.block_indices, strict=True):
+        if not num_blocks:
+            continue
+        skipped = first % size
+        num_chunks = -(-(num_blocks + skipped) // size)
+        chunk_ids = job.chunk_ids[next_chunk : next_chunk + num_chunks].astype(np.int64)
+        _engine_asserts(len(chunk_ids) == num_chunks, "end_offset <= num_blocks")
+        places = (chunk_ids[:, np.newaxis] * size + np.arange(size)).ravel()[skipped : skipped + num_blocks]
+        yield GroupCopy(group.group_id, job.gpu.block_ids[next_block : next_block + num_blocks], places)
+        next_block += num_blocks
+        next_chunk += num_chunks
+    _engine_asserts(next_block == len(job.gpu.block_ids), "dst_offset == num_dst_blocks")
+    _engine_asserts(next_chunk == len(job.chunk_ids), "src_offset == num_src_blocks")
+
+
+def size_bytes(job: TransferJob, layout: OffloadLayout) -> int:
+    """On one rank."""
+    return sum(size * group.bytes_per_block for group, size in zip(layout.groups, job.gpu.group_sizes, strict=True))
+
+
+def store(
+    job: TransferJob, layout: OffloadLayout, memory: KVMemory, buffers: CpuBuffers, corruptions: Sequence[Corruption]
+) -> None:
+    """GPU to CPU: the blocks' words as they are now, whoever they belong to by now."""
+    num_before = 0
+    for copy in group_copies(job, layout):
+        sent = memory.read_blocks(copy.group_id, copy.block_ids)
+        hits = _hits(corruptions, job, num_before, len(copy.block_ids))
+        buffers.write(copy.places, _damaged(sent, hits), sent=sent)
+        for index, corruption in hits:
+            buffers.damaged[int(copy.places[index])] = _provenance(job, corruption)
+        num_before += len(copy.block_ids)
+
+
+def load(
+    job: TransferJob,
+    layout: OffloadLayout,
+    memory: KVMemory,
+    buffers: CpuBuffers,
+    corruptions: Sequence[Corruption],
+    *,
+    verifies: bool,
+) -> bool:
+    """CPU to GPU. False if `verifies` and something is not what was stored; that is then not written."""
+    num_before, is_good = 0, True
+    for copy in group_copies(job, layout):
+        is_real = copy.block_ids != 0
+        num_words = memory.read_blocks(copy.group_id, copy.block_ids[:1]).shape[1]
+        stored = buffers.read(copy.places, num_words)
+        hits = _hits(corruptions, job, num_before, len(copy.block_ids))
+        words = _damaged(stored, hits)
+        if verifies:
+            matches = buffers.matches(copy.places, words)
+            if not num_words:
+                matches[[index for index, _ in hits]] = False
+            is_good &= bool(matches[is_real].all())
+            is_real &= matches
+        # The request that loads is the one that holds the blocks, unless something has gone very wrong.
+        owner = Provenance(f"job {job.job_id}", job.req_id) if job.is_sync else None
+        memory.write_blocks(copy.group_id, copy.block_ids[is_real], words[is_real], provenance=owner)
+        _mark_damage(job, copy, memory, buffers, hits, is_real.nonzero()[0].tolist())
+        num_before += len(copy.block_ids)
+    return is_good
+
+
+def _mark_damage(
+    job: TransferJob,
+    copy: GroupCopy,
+    memory: KVMemory,
+    buffers: CpuBuffers,
+    hits: Sequence[tuple[int, Corruption]],
+    written: list[int],
+) -> None:
+    """Name the fault behind each block that was brought damaged: on this way, or on the way into the tier."""
+    if not hits and not buffers.damaged:
+        return
+    damage = {index: _provenance(job, corruption) for index, corruption in hits}
+    for index in written:
+        provenance = damage.get(index) or buffers.damaged.get(int(copy.places[index]))
+        if provenance is not None:
+            memory.mark_corrupted(int(copy.block_ids[index]), provenance)
+
+
+def _provenance(job: TransferJob, corruption: Corruption) -> Provenance:
+    return Provenance(f"job {job.job_id}", job.req_id, corruption.fault_spec, corruption.fault_handle)
+
+
+def _hits(
+    corruptions: Sequence[Corruption], job: TransferJob, num_before: int, num_blocks: int
+) -> list[tuple[int, Corruption]]:
+    """Corruptions of blocks [num_before, num_before + num_blocks) of the job, by their place from there on."""
+    total = max(len(job.gpu.block_ids), 1)
+    numbers = [
+        (corruption.draw if corruption.block is None else corruption.block) % total for corruption in corruptions
+    ]
+    return [
+        (number - num_before, corruption)
+        for number, corruption in zip(numbers, corruptions, strict=True)
+        if num_before <= number < num_before + num_blocks
+    ]
+
+
+def _damaged(words: WordArray, hits: Sequence[tuple[int, Corruption]]) -> WordArray:
+    """Every word of a hit block changes, so that no part of it stays usable by luck."""
+    if not hits:
+        return words
+    damaged = words.copy()
+    ramp = np.arange(1, words.shape[1] + 1, dtype=np.uint64) * _MIX
+    for index, corruption in hits:
+        damaged[index] ^= (ramp ^ np.uint64(corruption.draw & 0xFFFF_FFFF_FFFF_FFFF)) | np.uint64(1)
+    return damaged
+
+
+def _engine_asserts(condition: bool, text: str) -> None:  # noqa: FBT001 - reads as an assertion
+    if not condition:
+        raise EngineFatal("AssertionError", f"transfer_async: {text}")

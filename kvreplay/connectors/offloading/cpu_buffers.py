@@ -1,0 +1,70 @@
+"""One rank's share of the CPU tier's memory: a row of words for each block of each chunk.
+
+A torch tensor that shares numpy's memory, as `kv.buffers` has for the GPU. Places that a fault has damaged are
+remembered, so that whoever reads them can name it.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreplay.connectors.offloading.arrays import Mask
+from kvreplay.kv.content import WordArray
+from kvreplay.kv.memory import Provenance
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+Places = NDArray[np.int64]
+"""Of blocks in the tier: chunk * blocks per chunk + place in it."""
+
+
+class CpuBuffers:
+    """`num_words`: of the widest group's block; 0 where contents are not checked."""
+
+    def __init__(self, num_chunks: int, blocks_per_chunk: int, num_words: int) -> None:
+        self.blocks_per_chunk = blocks_per_chunk
+        self.tensor: Tensor | None = None
+        self._words: WordArray = np.zeros((num_chunks * blocks_per_chunk, 0), np.uint64)
+        if num_words:
+            import torch
+
+            torch.set_num_threads(1)
+            self.tensor = torch.zeros((num_chunks * blocks_per_chunk, num_words), dtype=torch.int64)
+            self._words = self.tensor.numpy().view(np.uint64)
+        self._sums = np.zeros(num_chunks * blocks_per_chunk, np.uint64)
+        """What the words of each block should add up to."""
+        self.damaged: dict[int, Provenance] = {}
+        """Places whose words a fault has changed."""
+
+    def write(self, places: Places, words: WordArray, *, sent: WordArray) -> None:
+        """Overwrite blocks. `sent`: the words as the sender had them, which the checksums are of."""
+        self._words[places, : words.shape[1]] = words
+        self._sums[places] = checksums(sent)
+        if self.damaged:
+            for place in places.tolist():
+                self.damaged.pop(place, None)
+
+    def read(self, places: Places, num_words: int) -> WordArray:
+        """A copy of shape [number of blocks, number of words]."""
+        copy: WordArray = self._words[places, :num_words]
+        return copy
+
+    def matches(self, places: Places, words: WordArray) -> Mask:
+        """Which of these blocks are what was stored. Without contents, those that nothing is known to have damaged."""
+        if words.shape[1]:
+            same: Mask = checksums(words) == self._sums[places]
+            return same
+        return np.array([place not in self.damaged for place in places.tolist()], np.bool_)
+
+
+def checksums(words: WordArray) -> WordArray:
+    """One word per block that any change of the block changes."""
+    ramp = np.arange(1, words.shape[1] + 1, dtype=np.uint64) * _MIX
+    mixed = (words ^ ramp) * _MIX
+    mixed ^= mixed >> np.uint64(29)
+    sums: WordArray = (mixed * (ramp | np.uint64(1))).sum(axis=1, dtype=np.uint64)
+    return sums
