@@ -10,9 +10,10 @@ from importlib.util import find_spec
 from typing import Annotated, Final, cast
 
 import typer
+from typer.core import TyperGroup
 
 from kvreplay import __version__
-from kvreplay.cli.common import ProcessStatus, print_error
+from kvreplay.cli.common import ProcessStatus, paragraphs, print_error
 from kvreplay.errors import KvReplayError
 
 COMMANDS: Final = (
@@ -30,8 +31,26 @@ COMMANDS: Final = (
 # Public in every version of typer only by way of its subclass.
 _UsageError: Final = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])
 
+_REWORDED: Final = {
+    "Value error, ": "",
+    "Input should be": "expected",
+    "greater than or equal to": "at least",
+    ", unable to parse string as an integer": "",
+    ", unable to parse string as a number": "",
+}
+"""How some versions of typer pass on what checked a value; others say nothing of the kind."""
+
+
+class _InOrder(TyperGroup):
+    """Lists its commands as COMMANDS does; typer alone puts those with commands of their own last."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        return [name for name, _ in COMMANDS if name in self.commands]
+
+
 app = typer.Typer(
     name="kvreplay",
+    cls=_InOrder,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -45,7 +64,14 @@ def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer's callback
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True)
+_HELP: Final = """Replay scheduler and KV-connector traces of LLM engines, in virtual time, with injected faults.
+
+Exit status: 0 passed, 2 usage or bad input, 3 violated, 4 stalled, 5 crashed, 130 interrupted, 141 the reader of the
+output went away, 1 a bug of kvreplay.
+"""
+
+
+@app.callback(invoke_without_command=True, help=paragraphs(_HELP))
 def kvreplay(
     context: typer.Context,
     *,
@@ -53,10 +79,6 @@ def kvreplay(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Replay scheduler and KV-connector traces of LLM engines, in virtual time, with injected faults.
-
-    Exit status: 0 passed, 2 usage or bad input, 3 violated, 4 stalled, 5 crashed, 130 interrupted, 1 a bug of kvreplay.
-    """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -70,7 +92,7 @@ def _register() -> None:
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:
-            app.command(name)(command)
+            app.command(name, help=paragraphs(command.__doc__))(command)
 
 
 _register()
@@ -118,6 +140,8 @@ def _run_command(arguments: Sequence[str]) -> int:
 def _worded(error: typer.BadParameter) -> str:
     """Typer's message in the style of ours: lower case, no full stop, and where to look."""
     message = error.format_message().rstrip(".")
+    for words, ours in _REWORDED.items():
+        message = message.replace(words, ours)
     context = error.ctx
     hint = f" (see '{context.command_path} --help')" if context is not None else ""
     return message[:1].lower() + message[1:] + hint

@@ -45,6 +45,11 @@ SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of ev
 LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Take the first N requests only.")]
 
 
+def paragraphs(text: str) -> str:
+    """Help text without the line breaks of its paragraphs: it is wrapped to the terminal's width."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+
+
 def make_console(*, stderr: bool = False) -> "Console":
     """A console with colours as NO_COLOR and the terminal say, and the width that COLUMNS or the terminal gives."""
     from rich.console import Console

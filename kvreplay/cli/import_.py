@@ -1,14 +1,14 @@
 """`kvreplay import`: other tools' files, as traces."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from kvreplay.cli.common import JsonOption, LimitOption, make_console, print_json
+from kvreplay.cli.common import JsonOption, LimitOption, make_console, paragraphs, print_json
 from kvreplay.errors import TraceError
 
-app = typer.Typer(help="Turn another tool's file into a trace.", no_args_is_help=True)
+app = typer.Typer(help="Turn another tool's file into a trace.")
 
 
 @app.callback()
@@ -16,7 +16,14 @@ def import_() -> None:
     """Turn another tool's file into a trace."""
 
 
-@app.command("mooncake")
+_MOONCAKE_HELP: Final = """Turn a trace of the Mooncake project into one that kvreplay replays.
+
+Each line of FILE is a request: {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47,
+...]}, with one id for each 512 tokens of the prompt.
+"""
+
+
+@app.command("mooncake", help=paragraphs(_MOONCAKE_HELP))
 def import_mooncake(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON lines of the Mooncake project; .gz too.")],
     *,
@@ -36,11 +43,6 @@ def import_mooncake(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Turn a trace of the Mooncake project into one that kvreplay replays.
-
-    Each line of FILE is a request: {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46,
-    47, ...]}, with one id for each 512 tokens of the prompt.
-    """
     from kvreplay.trace.digest import file_digest
     from kvreplay.trace.importers.mooncake import read_mooncake
     from kvreplay.trace.schema import TraceMetadata
@@ -74,10 +76,12 @@ def print_written(target: Path, workload: Any, metadata: Any, *, as_json: bool) 
     if as_json:
         print_json({"output": str(target), "fingerprint": fingerprint, "workload": described})
         return
+    from kvreplay.report.words import percent
+
     console = make_console()
     console.print(
         f"{described['requests']:,} requests in {described['arrival_span_s']:,.1f} s, "
-        f"{described['prompt_tokens']['total']:,} prompt tokens ({described['prefix_sharing']:.0%} shared), "
+        f"{described['prompt_tokens']['total']:,} prompt tokens ({percent(described['prefix_sharing'])} shared), "
         f"{described['output_tokens']['total']:,} output tokens",
         soft_wrap=True,
     )

@@ -1,7 +1,9 @@
 """`kvreplay run`."""
 
 import sys
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -32,7 +34,7 @@ def run(
         typer.Option("--inject", metavar="FAULT", help="NAME[:key=value,...], as timeout:p=0.02. Repeatable."),
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option("--plan", metavar="FILE", help="TOML file with [[fault]] tables, before --inject.")
+        Path | None, typer.Option("--plan", metavar="FILE", help=r"TOML file with \[\[fault]] tables, before --inject.")
     ] = None,
     profile: ProfileOption = None,
     behaviour: BehaviourOption = None,
@@ -67,6 +69,7 @@ def run(
     Exits 0 if it passed, 3 on a violation, 4 if requests stalled, 5 if an engine crashed.
     The same trace, config, faults and seed give the same result, byte for byte.
     """
+    from kvreplay.behaviour import nearest
     from kvreplay.errors import ConfigError
     from kvreplay.events import DETAIL_LEVELS
     from kvreplay.faults.plan import make_plan
@@ -77,12 +80,14 @@ def run(
     from kvreplay.verdict.model import DEFAULT_FAIL_ON
     from kvreplay.verdict.verdict import parse_fail_on
 
+    started_s = perf_counter()
     if detail not in DETAIL_LEVELS:
-        raise ConfigError(f"--detail {detail}: expected one of {', '.join(DETAIL_LEVELS)}")
+        known = ", ".join(DETAIL_LEVELS)
+        raise ConfigError(f"--detail {detail}: expected one of {known}{nearest(detail, DETAIL_LEVELS)}")
     faults = make_plan(inject or (), plan)
     path, opened = open_trace(trace)
     if output is not None:
-        check_output(output, [path])
+        check_output(output, [path, *([plan] if plan else []), *([Path(config)] if config else [])])
     loaded = load_config(
         config,
         sets=settings or (),
@@ -107,11 +112,12 @@ def run(
         injected=inject or (),
         plan_file=plan.name if plan is not None else None,
     )
-    stderr = make_console(stderr=True)
-    result = run_trace(options, opened, lambda total: progress(total, stderr))
+    # Not `is_terminal`, which FORCE_COLOR makes true: a log may want colours, but never a bar.
+    bar = partial(progress, console=make_console(stderr=True)) if sys.stderr.isatty() else None
+    result = run_trace(options, opened, bar)
     for warning in result.warnings:
         print_warning(warning)
-    show(result.summary, as_json=as_json)
+    show(result.summary.with_wall_seconds(perf_counter() - started_s), as_json=as_json)
     raise typer.Exit(result.summary.exit_status)
 
 

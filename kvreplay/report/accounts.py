@@ -5,7 +5,7 @@ from typing import Final
 
 from kvreplay.report.layout import INDENT, Column, Line, Section, more, table, title
 from kvreplay.report.sparkline import columns, sparkline
-from kvreplay.report.words import duration, listed, number, share
+from kvreplay.report.words import duration, listed, number, percent, share
 from kvreplay.verdict.model import Series, Summary
 from kvreplay.verdict.verdict import plural
 
@@ -53,7 +53,7 @@ def instances_section(summary: Summary) -> Section:
         (
             instance.id,
             instance.role,
-            f"{instance.utilisation:.1%}".replace("%", " %"),
+            percent(instance.utilisation),
             number(instance.steps),
             f"{number(instance.peak_blocks)} of {number(instance.num_gpu_blocks)}",
             number(instance.preemptions),
@@ -71,7 +71,7 @@ def over_time_section(summary: Summary, width: int, *, ascii_only: bool) -> Sect
     if not summary.series:
         return
     end = max(line.time_s[-1] for line in summary.series)
-    yield title("Over time", f"0 to {duration(end)}")
+    yield title("Over time", f"0 to {duration(end)}, summed per role")
     lines = [(line, *gauge) for line in summary.series for gauge in _gauges(line)]
     roles = max(len(line.role) for line in summary.series)
     labels = [f"{line.role:{roles}}  {name}" for line, name, _, _ in lines]

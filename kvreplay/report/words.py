@@ -7,16 +7,20 @@ def number(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def percent(value: float) -> str:
+    return "< 0.1 %" if 0 < value < 0.0005 else f"{100 * value:.1f} %"
+
+
 def share(part: float, whole: float) -> str:
-    if not whole:
-        return "-"
-    return "< 0.1 %" if 0 < part / whole < 0.0005 else f"{100 * part / whole:.1f} %"
+    return percent(part / whole) if whole else "-"
 
 
 def duration(seconds: float | None) -> str:
-    """Three or four digits that matter: `8.25 ms`, `12.4 s`, `3,601 s`."""
+    """Three or four digits that matter: `491 us`, `8.25 ms`, `12.4 s`, `3,601 s`."""
     if seconds is None:
         return "-"
+    if 0 < seconds < 0.0009995:
+        return f"{seconds * 1e6:.3g} us"
     if seconds < 1:
         return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else "1.00 s"
     digits = 2 if seconds < 10 else 1 if seconds < 1000 else 0

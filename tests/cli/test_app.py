@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -184,8 +185,9 @@ def test_profiles_fit_the_terminal(width: int) -> None:
     done = kvreplay("profiles", env={"COLUMNS": str(width)})
     assert done.returncode == 0
     assert max(len(line) for line in done.stdout.splitlines()) <= width
-    row = next(line for line in done.stdout.splitlines() if "mooncake_failure" in line)
-    assert row.split() == ["mooncake_failure", "settle", "silent", "report", "settle"]
+    assert "\n  pre-50984   mooncake_failure=silent\n" in done.stdout
+    assert re.search(r"^ {4}silent  .*\n( {12}.*\n)* {12}in pre-50984$", done.stdout, re.MULTILINE)
+    assert not any(line.endswith(" ") for line in done.stdout.splitlines())
 
 
 def test_profiles_as_json_are_one_object() -> None:
