@@ -133,6 +133,11 @@ class Instance:
         return len(self._arrivals) + len(self.scheduler.running) + self.scheduler.num_waiting
 
     @property
+    def request_ids(self) -> list[str]:
+        """Every request it knows, finished ones included whose blocks a connector keeps."""
+        return [*self.scheduler.requests, *(request.request_id for request in self._arrivals)]
+
+    @property
     def reported_ns(self) -> int:
         """Every event of this instance before this instant has been emitted."""
         return self._coast.start_ns if self._coast is not None else self._loop.now_ns

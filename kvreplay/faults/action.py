@@ -85,7 +85,7 @@ class ActionFault:
         if self._carry_out is None or not self._carry_out(address, orders[0].command):
             return
         now_ns = self._loop.now_ns
-        named = [] if firing.request_id is None else [firing.request_id]
+        named = orders[0].command.victims if firing.request_id is None else [firing.request_id]
         self.record.fire(firing.key, now_ns, named, instance=firing.instance)
         if orders[1:]:
             self._schedule(firing, orders[1:], now_ns)

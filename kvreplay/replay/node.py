@@ -185,9 +185,11 @@ class Node:
         if self.worker is not None:
             self.worker.shutdown()
 
-    def crash(self) -> bool:
+    def crash(self, command: Command) -> bool:
+        """The process dies, and with it everything that was queued, running, or kept for a puller."""
         if not self.is_up:
             return False
+        command.victims += self.instance.request_ids
         self.instance.kill("instance crashed")
         return True
 
@@ -205,7 +207,7 @@ class Node:
         arguments = command.arguments
         match command.verb:
             case "crash":
-                return self.crash()
+                return self.crash(command)
             case "restart":
                 return self.restart()
         if not self.is_up:

@@ -108,6 +108,8 @@ class Command:
 
     verb: str
     arguments: dict[str, Any] = field(default_factory=dict)
+    victims: list[str] = field(default_factory=list)
+    """Filled in by whoever carries it out: the requests that it hit, beyond those in the arguments."""
 
 
 Handler = Callable[[Envelope], None]
