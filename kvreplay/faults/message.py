@@ -88,6 +88,8 @@ class MessageFault:
         if draw is None:
             draw = self._draws[key] = self._choice.draw(key)
         settings = {**self._settings, "requests": requests or envelope.request_ids}
+        if row.selects is not None and not row.selects(envelope, settings):
+            return [delivery]  # another fault has left nothing that this one could act on
         victims = row.victims(envelope, settings, draw) if row.victims else envelope.request_ids
         if row.victims and not victims:
             return [delivery]

@@ -127,6 +127,10 @@ class MooncakeScheduler:
         if not self.is_kv_producer:
             for req_id, (request, block_ids) in self._reqs_need_recv.items():
                 params = _params_of(request)
+                for name in PULL_PARAMETERS:
+                    # Only a pull without blocks comes here unchecked: its request was aborted in the queue.
+                    if name not in params:
+                        raise EngineFatal("KeyError", f"'{name}'")
                 of_engine = metadata.reqs_to_recv.setdefault(params["remote_engine_id"], {})
                 of_engine[req_id] = PullReqMeta(
                     d_req_id=req_id,
