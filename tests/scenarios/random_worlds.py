@@ -79,6 +79,9 @@ class World:
             f"{self.behaviour} recompute={self.recompute} seed={self.seed}>"
         )
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ANN401 - hypothesis asks for it
+        printer.text(repr(self))
+
     def play(self, **changes: Any) -> Play:  # noqa: ANN401 - settings of `stage.play`
         settings: dict[str, Any] = {
             "behaviour": self.behaviour,
