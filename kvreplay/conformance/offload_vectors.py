@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from kvreplay.conformance.offload_junctions import Junctions
-from kvreplay.conformance.offload_managers import LETTERS, counts_of, manager_state
+from kvreplay.conformance.offload_managers import LETTERS
 from kvreplay.conformance.offload_recording import ContentLabels, RecordingManager
 from kvreplay.conformance.offload_simulation import Delays, Record, StepClock, StepCopyEngine, StepTier
+from kvreplay.conformance.offload_state import connector_state, cpu_state
 from kvreplay.conformance.offload_tables import TableBlocks, blocks_of_load, fresh_blocks, hashed_blocks
 from kvreplay.conformance.offload_workload import (
     LoadRow,
@@ -28,7 +29,6 @@ from kvreplay.conformance.vector import Json
 from kvreplay.connectors.offloading.context import RequestContext
 from kvreplay.connectors.offloading.cpu_manager import CPUOffloadingManager
 from kvreplay.connectors.offloading.keys import KeySpace
-from kvreplay.connectors.offloading.ledger import Job
 from kvreplay.connectors.offloading.manager import LookupResult, StorePlan
 from kvreplay.connectors.offloading.scheduler import OffloadingScheduler
 from kvreplay.connectors.offloading.structs import (
@@ -40,7 +40,7 @@ from kvreplay.connectors.offloading.structs import (
     TransferJob,
 )
 from kvreplay.connectors.offloading.tiering import TieringOffloadingManager
-from kvreplay.connectors.offloading.worker import LOADS, STORES, SYNC_LOADS, OffloadingWorker
+from kvreplay.connectors.offloading.worker import LOADS, SYNC_LOADS, OffloadingWorker
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.errors import EngineFatal
 from kvreplay.kv.content_index import TokenIndex
@@ -385,49 +385,18 @@ class _Driver:
             self.held.pop(req_id, None)
         self.connector.update_connector_output(output)
 
-    # -- state ------------------------------------------------------------------------------------------------
-
     def _note_state(self) -> None:
-        off, cpu = self._connector_state(), self._manager_state()
+        """Where it has changed."""
+        off = connector_state(self.connector, self.labels)
+        cpu = self.tier_state()
         if off != self.last_off:
             self.clock.record["off"] = self.last_off = off
         if cpu != self.last_cpu:
             self.clock.record["cpu"] = self.last_cpu = cpu
 
-    def _connector_state(self) -> Record:
-        connector, ledger = self.connector, self.connector.ledger
-        state: Record = {}
-        if ledger.jobs:
-            state["jobs"] = {str(job_id): [job.req_id, _kind(job), job.pending] for job_id, job in ledger.jobs.items()}
-        if ledger.fences:
-            state["fence"] = {str(block_id): sorted(job_ids) for block_id, job_ids in ledger.fences.items()}
-        if connector.chunks_being_loaded:
-            state["loading"] = sorted(self.labels.name(key) for key in connector.chunks_being_loaded)
-        if ledger.reset_fence:
-            state["reset_fence"] = {str(job_id): count for job_id, count in ledger.reset_fence.items()}
-        if connector.states:
-            state["req"] = {
-                req_id: [
-                    [group.next_stored_chunk_idx for group in of_request.groups],
-                    [group.num_keys for group in of_request.groups],
-                    [group.table.ids.tolist() for group in of_request.groups],
-                    sorted(of_request.jobs),
-                    int(of_request.finished_signaled),
-                ]
-                for req_id, of_request in connector.states.items()
-            }
-        return state
-
-    def _manager_state(self) -> Record:
-        chunks = self.primary.chunks
-        state = manager_state(self.primary, self.labels)
-        state["cpu_free"] = chunks.num_free
-        if chunks.free_list:
-            state["cpu_fl"] = list(chunks.free_list)
-        state["evictable"] = chunks.num_evictable
-        counts = counts_of(self.primary, self.labels)
-        if counts is not None:
-            state["counts"] = counts
+    def tier_state(self) -> Record:
+        """Of the CPU tier and what is behind it."""
+        state = cpu_state(self.primary, self.labels)
         if self.tiers:
             state["tier_keys"] = [sorted(self.labels.name(key) for key in tier.keys) for tier in self.tiers]
             tiering = self.manager.inner
@@ -440,9 +409,3 @@ def _copy_columns(job: TransferJob) -> list[Any]:
     """CPU chunk ids, GPU block ids, blocks per group, index of the first block per group."""
     gpu = job.gpu
     return [job.chunk_ids.tolist(), gpu.block_ids.tolist(), list(gpu.group_sizes), list(gpu.block_indices)]
-
-
-def _kind(job: Job) -> str:
-    if job.is_store:
-        return STORES
-    return SYNC_LOADS if job.is_sync_load else LOADS

@@ -9,6 +9,7 @@ those behind it.
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvreplay.connectors.offloading.config import OffloadingConfig, nanoseconds
 from kvreplay.connectors.offloading.structs import TransferJob
@@ -22,12 +23,22 @@ MoveWords = Callable[[TransferJob, Sequence[Corruption]], bool]
 """Carries a copy out. False: what arrived is not what was sent."""
 
 
+class CopyOrder(NamedTuple):
+    """Payload of `copy.job`. Faults have the copy engine refuse it, or not have it over when it says so."""
+
+    queue: str
+    job: TransferJob
+    is_refused: bool = False
+    escapes_waits: bool = False
+
+
 @dataclass(slots=True)
 class _Copy:
     job: TransferJob
     queue: str
     start_ns: int
     end_ns: int
+    escapes_waits: bool = False
     corruptions: Sequence[Corruption] = ()
     has_moved: bool = False
     is_good: bool = True
@@ -89,11 +100,11 @@ class CopyQueues:
 
     # -- what the worker asks for -----------------------------------------------------------------------------
 
-    def submit(self, queue: str, job: TransferJob, *, not_before_ns: int) -> None:
+    def submit(self, queue: str, job: TransferJob, *, not_before_ns: int, escapes_waits: bool = False) -> None:
         """Append a copy. `not_before_ns`: when the compute stream is done with what has been launched."""
         copies = self._queues[queue]
         start_ns = max(self.now_ns, not_before_ns, copies[-1].end_ns if copies else 0)
-        copy = _Copy(job, queue, start_ns, start_ns + self._duration_ns(queue, job))
+        copy = _Copy(job, queue, start_ns, start_ns + self._duration_ns(queue, job), escapes_waits)
         copies.append(copy)
         self._copies[job.job_id] = copy
         self._schedule(copy)
@@ -102,8 +113,7 @@ class CopyQueues:
         """The last one submitted to its queue takes longer than it should; FOREVER_NS: it never ends."""
         copy = self._copies[job_id]
         copy.end_ns = min(copy.end_ns + extra_ns, FOREVER_NS)
-        for deadline in copy.deadlines:
-            self._deadlines.cancel(deadline)
+        self._cancel(copy)
         self._schedule(copy)
 
     def corrupt(self, job_id: int, corruptions: Sequence[Corruption]) -> None:
@@ -118,10 +128,20 @@ class CopyQueues:
         for copies in self._queues.values():
             awaited = [index for index, copy in enumerate(copies) if copy.job.job_id in job_ids and not copy.result]
             for copy in list(copies)[: awaited[-1] + 1] if awaited else ():
-                until_ns = max(until_ns, copy.end_ns)
-                if copy.end_ns < FOREVER_NS:
-                    self._move_words(copy)
+                until_ns = max(until_ns, self._bring_to_end(copy))
         return until_ns
+
+    def _bring_to_end(self, copy: _Copy) -> int:
+        """When it is over, for whoever waits. One that takes too long is not waited for beyond its limit."""
+        if copy.escapes_waits:
+            if self._timeout_ns is not None and not copy.has_moved:
+                self._give_up(copy, "not read before its blocks were given away")
+            return self.now_ns
+        if copy.end_ns == FOREVER_NS and self._timeout_ns is not None:
+            return copy.start_ns + self._timeout_ns
+        if copy.end_ns < FOREVER_NS:
+            self._move_words(copy)
+        return copy.end_ns
 
     def take_finished(self) -> list[CopyResult]:
         finished: list[CopyResult] = []
@@ -153,7 +173,8 @@ class CopyQueues:
         self.num_bytes[copy.queue] += self._size_of(copy.job)
         self.busy_ns[copy.queue] += copy.end_ns - copy.start_ns
         job = copy.job
-        result = CopyResult(job.job_id) if copy.is_good else CopyResult(job.job_id, False, "checksum mismatch")
+        cause = None if copy.is_good else "checksum mismatch"
+        result = CopyResult(job.job_id, copy.is_good, cause, copy.queue)
         self.outbox.append(
             Envelope(
                 kind=COPY_DONE,
@@ -173,22 +194,21 @@ class CopyQueues:
 
     def _on_timeout(self, copy: _Copy, now_ns: int) -> None:
         """Too long: it is given up before it has moved anything, or its completion event has been lost."""
-        if copy.result is not None:
-            return
-        copy.has_moved = True
-        for deadline in copy.deadlines:
-            self._deadlines.cancel(deadline)
-        self._settle(copy, CopyResult(copy.job.job_id, False, "copy timed out"))
-        self._move_up(copy, now_ns)
+        if copy.result is None:
+            self._give_up(copy, "copy timed out")
+            self._move_up(copy.queue, now_ns)
 
-    def _move_up(self, given_up: _Copy, now_ns: int) -> None:
-        """Those behind it start now, one after another."""
+    def _give_up(self, copy: _Copy, cause: str) -> None:
+        copy.has_moved = True
+        self._settle(copy, CopyResult(copy.job.job_id, False, cause, copy.queue))
+
+    def _move_up(self, queue: str, now_ns: int) -> None:
+        """Those behind one that has been given up start now, one after another."""
         previous_ns = now_ns
-        for copy in self._queues[given_up.queue]:
+        for copy in self._queues[queue]:
             if copy.result is None and not copy.has_moved and copy.end_ns > now_ns:
                 duration_ns = copy.end_ns - copy.start_ns if copy.end_ns < FOREVER_NS else FOREVER_NS
-                for deadline in copy.deadlines:
-                    self._deadlines.cancel(deadline)
+                self._cancel(copy)
                 copy.start_ns = previous_ns
                 copy.end_ns = min(previous_ns + duration_ns, FOREVER_NS)
                 previous_ns = copy.end_ns
@@ -196,6 +216,9 @@ class CopyQueues:
 
     def _settle(self, copy: _Copy, result: CopyResult) -> None:
         copy.result = result
+        self._cancel(copy)
+
+    def _cancel(self, copy: _Copy) -> None:
         for deadline in copy.deadlines:
             self._deadlines.cancel(deadline)
 

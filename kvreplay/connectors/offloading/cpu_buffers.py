@@ -4,7 +4,8 @@ A torch tensor that shares numpy's memory, as `kv.buffers` has for the GPU. Plac
 remembered, so that whoever reads them can name it.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,15 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 Places = NDArray[np.int64]
 """Of blocks in the tier: chunk * blocks per chunk + place in it."""
+
+
+class ChunkContents(NamedTuple):
+    """One chunk on one rank, taken out of the tier's memory."""
+
+    words: WordArray
+    sums: WordArray
+    damage: Mapping[int, Provenance]
+    """By place within the chunk."""
 
 
 class CpuBuffers:
@@ -59,6 +69,24 @@ class CpuBuffers:
             same: Mask = checksums(words) == self._sums[places]
             return same
         return np.array([place not in self.damaged for place in places.tolist()], np.bool_)
+
+    # -- whole chunks, for other tiers ------------------------------------------------------------------------
+
+    def take_chunk(self, chunk_id: int) -> ChunkContents:
+        first, end = self._span(chunk_id)
+        damage = {place - first: source for place, source in self.damaged.items() if first <= place < end}
+        return ChunkContents(self._words[first:end].copy(), self._sums[first:end].copy(), damage)
+
+    def put_chunk(self, chunk_id: int, contents: ChunkContents) -> None:
+        first, end = self._span(chunk_id)
+        self._words[first:end] = contents.words
+        self._sums[first:end] = contents.sums
+        for place in range(first, end):
+            self.damaged.pop(place, None)
+        self.damaged.update((first + index, source) for index, source in contents.damage.items())
+
+    def _span(self, chunk_id: int) -> tuple[int, int]:
+        return chunk_id * self.blocks_per_chunk, (chunk_id + 1) * self.blocks_per_chunk
 
 
 def checksums(words: WordArray) -> WordArray:

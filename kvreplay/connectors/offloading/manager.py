@@ -45,8 +45,10 @@ class OffloadingEvent(NamedTuple):
 
 
 class OffloadingManager(Protocol):
-    lookup_is_pure: bool
-    """`lookup` changes nothing, so that `lookup_many` may ask about more than a scan then needs."""
+    @property
+    def lookup_is_pure(self) -> bool:
+        """`lookup` changes nothing, so that `lookup_many` may ask about more than a scan then needs."""
+        ...
 
     def on_new_request(self, context: RequestContext) -> OffloadPolicy: ...
 

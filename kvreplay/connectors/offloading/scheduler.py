@@ -4,20 +4,18 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from kvreplay.connectors.offloading.arrays import NO_KEYS, Keys
 from kvreplay.connectors.offloading.behaviour import VLLM_0_33, OffloadBehaviour
-from kvreplay.connectors.offloading.context import OffloadPolicy, context_of
+from kvreplay.connectors.offloading.context import context_of
 from kvreplay.connectors.offloading.handoffs import HandoffStores
 from kvreplay.connectors.offloading.keys import KeySpace
 from kvreplay.connectors.offloading.layout import OffloadLayout
 from kvreplay.connectors.offloading.ledger import Job, JobLedger
-from kvreplay.connectors.offloading.load_boundary import BOUNDARIES
+from kvreplay.connectors.offloading.loads import LoadBuilder
 from kvreplay.connectors.offloading.lookup import ChunkLookup
 from kvreplay.connectors.offloading.manager import OffloadingManager
 from kvreplay.connectors.offloading.request_state import GroupState, RequestState
 from kvreplay.connectors.offloading.stores import StoreBuilder
 from kvreplay.connectors.offloading.structs import (
-    GpuBlocks,
     OffloadingConnectorMetadata,
     OffloadingOutput,
     OffloadStep,
@@ -65,13 +63,12 @@ class OffloadingScheduler:
             layout, manager, self.chunks_being_loaded, widens_drafters=behaviour.eagle_lookup == "widened"
         )
         self.stores = StoreBuilder(layout, manager, self.ledger, behaviour, self._note_allocation_failure)
+        self._loads = LoadBuilder(layout, manager, self.ledger, behaviour)
         self._handoffs = HandoffStores(layout, manager, self.stores, behaviour, self._note_allocation_failure)
-        self._boundary = BOUNDARIES[behaviour.boundary]
         self._space = space
         self._max_loadable = max_loadable
         self._defers_readmission = behaviour.readmission == "defer"
         self._forgets_all_stale = behaviour.stale_ids == "all"
-        self._tolerates_missing = behaviour.missing_chunk == "miss"
         self._now_ns = now_ns if behaviour.pending_lookup == "bound" else None
         self._wake_at = wake_at
         self._lookup_timeout_ns = lookup_timeout_ns
@@ -147,85 +144,12 @@ class OffloadingScheduler:
         state.admitted_tables = tables
         if not num_external_tokens:
             return
-        state.loaded_from_offload = True
-        is_sync = request.request_id in self.sync_loads
         total = state.num_local_tokens + num_external_tokens
-        _engine_asserts(state.partial_tail_boundary in (None, total), "partial_tail_boundary == num_cached_tokens")
-        unhashed = blocks.get_unhashed_block_ids_all_groups()
-        loads = [
-            self._load_of_group(
-                state, index, tables[group.group_id], set(unhashed[group.group_id]), total, is_sync=is_sync
-            )
-            for index, group in enumerate(self.layout.groups)
-        ]
-        self._open_load(state, loads, is_sync=is_sync)
-        state.partial_tail_boundary = None
-
-    def _load_of_group(
-        self, state: RequestState, index: int, table: list[int], unhashed: set[int], total: int, *, is_sync: bool
-    ) -> tuple[Keys, list[int], int]:
-        """Keys, destination blocks, and the first one's place in the table."""
-        group_state = state.groups[index]
-        group = group_state.group
-        end = -(-total // group.tokens_per_block)
-        _engine_asserts(len(table) >= end, "len(group_blocks) >= num_gpu_blocks")
-        start = self._boundary.start(
-            table,
-            unhashed,
-            local=state.num_local_tokens,
-            tokens_per_block=group.tokens_per_block,
-            end=end,
-            is_sync=is_sync,
-        )
-        if group.is_windowed:
-            limit = group.window_chunks * group.blocks_per_chunk + 1
-            _engine_asserts(
-                end - start <= limit, "num_pending_gpu_blocks <= sliding_window_size_in_chunks * blocks_per_chunk + 1"
-            )
-        num_chunks = -(-total // group.tokens_per_chunk)
-        keys = self._keys_to_load(state, index, start // group.blocks_per_chunk, num_chunks) if start < end else NO_KEYS
-        if state.policy is OffloadPolicy.CHUNK_LEVEL:
-            group_state.next_stored_chunk_idx = num_chunks
-        return keys, table[start:end], start
-
-    def _keys_to_load(self, state: RequestState, index: int, first: int, num_chunks: int) -> Keys:
-        group_state = state.groups[index]
-        boundary = state.partial_tail_boundary
-        end = num_chunks if boundary is None else num_chunks - 1
-        _engine_asserts(len(group_state.keys) >= end, "len(offload_keys) >= end_chunk_idx")
-        keys = group_state.keys[first:end]
-        if boundary is None:
-            return keys
-        tail = state.boundary_key(index, boundary + self.layout.proof_margin(group_state.group))
-        return np.append(keys, tail)
-
-    def _open_load(self, state: RequestState, loads: list[tuple[Keys, list[int], int]], *, is_sync: bool) -> None:
-        req_id = state.request.request_id
-        keys = np.concatenate([keys for keys, _, _ in loads])
-        failure = None
-        if self._tolerates_missing and not self.manager.can_load(keys):
-            keys, failure = NO_KEYS, "an offloaded chunk is gone"
-        chunk_ids = self.manager.prepare_load(keys, state.context)
-        gpu = GpuBlocks(
-            np.array([block_id for _, blocks, _ in loads for block_id in blocks], np.int64),
-            tuple(len(blocks) for _, blocks, _ in loads),
-            tuple(start for _, _, start in loads),
-        )
-        _engine_asserts(not state.jobs, "not req_status.transfer_jobs")
-        job_id = self.ledger.open(
-            Job(
-                req_id,
-                self.layout.num_workers,
-                keys,
-                is_store=False,
-                num_blocks=len(gpu.block_ids),
-                is_sync_load=is_sync,
-            )
-        )
-        state.jobs[job_id] = None
-        self.load_jobs[job_id] = TransferJob(job_id, req_id, False, gpu, chunk_ids, is_sync, failure)
+        is_sync = request.request_id in self.sync_loads
+        job = self._loads.build(state, tables, blocks.get_unhashed_block_ids_all_groups(), total, is_sync=is_sync)
+        self.load_jobs[job.job_id] = job
         if self.chunks_being_loaded is not None and not is_sync:
-            self.chunks_being_loaded.update(keys.tolist())
+            self.chunks_being_loaded.update(self.ledger.jobs[job.job_id].keys.tolist())
 
     # -- the end of schedule() --------------------------------------------------------------------------------
 

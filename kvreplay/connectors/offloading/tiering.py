@@ -32,6 +32,7 @@ class TierResult(NamedTuple):
     success: bool = True
     successful_keys: Keys | None = None
     """Of a job that failed in part."""
+    is_promotion: bool = False
 
 
 class SecondaryTier(Protocol):

@@ -23,6 +23,7 @@ class CopyResult(NamedTuple):
     success: bool = True
     cause: str | None = None
     """Why it failed."""
+    queue: str = ""
 
 
 class CopyEngine(Protocol):

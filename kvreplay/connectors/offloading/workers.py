@@ -7,13 +7,12 @@ the end of a step what has arrived by then.
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from kvreplay.connectors.offloading import copies
 from kvreplay.connectors.offloading.behaviour import OffloadBehaviour
 from kvreplay.connectors.offloading.config import OffloadingConfig, nanoseconds
-from kvreplay.connectors.offloading.copy_queues import CopyQueues, conversation_of
-from kvreplay.connectors.offloading.cpu_buffers import CpuBuffers
+from kvreplay.connectors.offloading.copy_queues import CopyOrder, CopyQueues, conversation_of
+from kvreplay.connectors.offloading.cpu_buffers import ChunkContents, CpuBuffers
 from kvreplay.connectors.offloading.layout import OffloadLayout
 from kvreplay.connectors.offloading.reports import RankReport, ReportBox
 from kvreplay.connectors.offloading.structs import OffloadingConnectorMetadata, OffloadingOutput, TransferJob
@@ -23,14 +22,6 @@ from kvreplay.sim.bus import Bus
 from kvreplay.sim.envelope import COPY_JOB, RANK_REPORT, Answer, Corruption, Envelope
 from kvreplay.sim.event_loop import FOREVER_NS
 from kvreplay.transport.virtual import VirtualDriver
-
-
-class CopyOrder(NamedTuple):
-    """Payload of `copy.job`. `is_refused`: a fault has the copy engine turn it down."""
-
-    queue: str
-    job: TransferJob
-    is_refused: bool = False
 
 
 def worker_address(instance: str, rank: int) -> str:
@@ -78,6 +69,7 @@ class _Rank:
                 return True
             return copies.load(job, layout, memory, buffers, corruptions, verifies=verifies)
 
+        self.buffers = buffers
         self.queues = CopyQueues(
             config,
             address=self.address,
@@ -126,7 +118,9 @@ class _Rank:
         order: CopyOrder = envelope.payload
         if order.is_refused:
             return Answer(payload=False)
-        self.queues.submit(order.queue, order.job, not_before_ns=self.compute_until_ns)
+        self.queues.submit(
+            order.queue, order.job, not_before_ns=self.compute_until_ns, escapes_waits=order.escapes_waits
+        )
         if envelope.corruptions:
             self.queues.corrupt(order.job.job_id, envelope.corruptions)
         return Answer(payload=True)
@@ -231,6 +225,15 @@ class OffloadingWorkers:
         self._bus.silence(self._address)
         for rank in self.ranks:
             rank.close()
+
+    # -- the tier's memory, for secondary tiers ---------------------------------------------------------------
+
+    def take_chunk(self, chunk_id: int) -> Sequence[ChunkContents]:
+        return [rank.buffers.take_chunk(chunk_id) for rank in self.ranks]
+
+    def put_chunk(self, chunk_id: int, contents: Sequence[ChunkContents]) -> None:
+        for rank, of_rank in zip(self.ranks, contents, strict=True):
+            rank.buffers.put_chunk(chunk_id, of_rank)
 
     # -- reports ----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,119 @@
+"""The scheduler's calls of its manager as messages, so that faults can come between them.
+
+Where no fault wants them they are plain calls.
+"""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from kvreplay.connectors.offloading.arrays import Keys
+from kvreplay.connectors.offloading.context import RequestContext
+from kvreplay.connectors.offloading.manager import LookupResult, LookupResults, OffloadingManager, StorePlan
+from kvreplay.sim.bus import Bus
+from kvreplay.sim.envelope import LOOKUP, Answer, Envelope
+
+OFFER: Final = "offload.offer"
+"""Kind of message: a request's chunks are offered to the manager (`prepare_store`)."""
+
+
+class LookupQuery(NamedTuple):
+    """Payload of a lookup. `forgets`: the chunk is evicted right after the answer. `hides_pending`: a chunk that is
+    still being written counts as ready."""
+
+    key: int
+    context: RequestContext
+    forgets: bool = False
+    hides_pending: bool = False
+
+
+class Offer(NamedTuple):
+    """Payload of an offer. `is_refused`: there is no room, whatever the manager would say."""
+
+    keys: Keys
+    context: RequestContext
+    is_refused: bool = False
+
+
+def manager_address(instance: str) -> str:
+    return f"{instance}/manager"
+
+
+class ManagerOverBus:
+    """Implements `manager.OffloadingManager`; all that no fault can touch goes straight to `inner`."""
+
+    def __init__(self, inner: OffloadingManager, instance: str, bus: Bus) -> None:
+        self.inner = inner
+        self._bus = bus
+        self._address = manager_address(instance)
+        self._source = f"{instance}/scheduler"
+        bus.serve(self._address, self._answer)
+        self.on_new_request = inner.on_new_request
+        self.prepare_load = inner.prepare_load
+        self.can_load = inner.can_load
+        self.complete_load = inner.complete_load
+        self.discard = inner.discard
+        self.complete_store = inner.complete_store
+        self.touch = inner.touch
+        self.on_request_finished = inner.on_request_finished
+        self.on_schedule_end = inner.on_schedule_end
+        self.has_pending_work = inner.has_pending_work
+        self.take_events = inner.take_events
+        self.get_load_source = inner.get_load_source
+        self.reset_cache = inner.reset_cache
+        self.on_reset_flushed = inner.on_reset_flushed
+
+    @property
+    def lookup_is_pure(self) -> bool:
+        return self.inner.lookup_is_pure and not self._is_watched(LOOKUP)
+
+    def lookup(self, key: int, context: RequestContext) -> LookupResult:
+        if not self._is_watched(LOOKUP):
+            return self.inner.lookup(key, context)
+        answer = self._ask(LOOKUP, LookupQuery(key, context), context)
+        if answer.never:
+            return LookupResult.RETRY
+        result: LookupResult = answer.payload
+        return result
+
+    def lookup_many(self, keys: Keys, context: RequestContext) -> LookupResults:
+        return self.inner.lookup_many(keys, context)
+
+    def prepare_store(self, keys: Keys, context: RequestContext) -> StorePlan | None:
+        if not self._is_watched(OFFER):
+            return self.inner.prepare_store(keys, context)
+        answer = self._ask(OFFER, Offer(keys, context), context)
+        plan: StorePlan | None = answer.payload
+        return plan
+
+    def close(self) -> None:
+        self._bus.silence(self._address)
+
+    def _is_watched(self, kind: str) -> bool:
+        interceptor = self._bus.interceptor
+        return interceptor is not None and kind in interceptor.kinds
+
+    def _ask(self, kind: str, payload: LookupQuery | Offer, context: RequestContext) -> Answer:
+        return self._bus.ask(
+            Envelope(
+                kind=kind,
+                source=self._source,
+                destination=self._address,
+                payload=payload,
+                request_ids=(context.req_id,),
+                conversation=f"{self._address}/{kind}/{context.req_id}",
+            )
+        )
+
+    def _answer(self, envelope: Envelope) -> Answer:
+        question = envelope.payload
+        if isinstance(question, Offer):
+            refused = question.is_refused
+            return Answer(payload=None if refused else self.inner.prepare_store(question.keys, question.context))
+        query: LookupQuery = question
+        result = self.inner.lookup(query.key, query.context)
+        if query.forgets and result is LookupResult.HIT:
+            self.inner.discard(np.array([query.key], np.int64))
+        if query.hides_pending and result is LookupResult.HIT_PENDING:
+            result = LookupResult.HIT
+        return Answer(payload=result)
