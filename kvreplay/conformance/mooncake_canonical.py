@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
+
 from kvreplay.conformance.compare import Difference
 from kvreplay.conformance.vector import Json
 from kvreplay.connectors.mooncake import log
@@ -97,11 +99,16 @@ def _engine(view: Canonical, number: int, event: Event, freedom: Freedom) -> Non
 def _wire(view: Canonical, number: int, event: Event, freedom: Freedom) -> None:
     fields = _fields(event)
     if freedom.several_requests and event["dir"] == "rep" and isinstance(fields["fields"], Mapping):
-        fields["fields"] = {
-            name: sorted(value) if isinstance(value, list) else value for name, value in fields["fields"].items()
-        }
-        del fields["hex"]
+        fields["fields"] = _in_any_order(fields["fields"])
+        fields["hex"] = _in_any_order(msgspec.msgpack.decode(bytes.fromhex(fields["hex"])))
     view.lanes.setdefault(f"wire:{event['conn']}", []).append(Item(number, fields))
+
+
+def _in_any_order(reply: Json) -> Json:
+    """A reply without the order of its requests."""
+    if not isinstance(reply, Mapping):
+        return reply
+    return {name: sorted(value) if isinstance(value, list) else value for name, value in reply.items()}
 
 
 def _log(view: Canonical, number: int, event: Event, freedom: Freedom) -> None:
@@ -124,21 +131,20 @@ def _log(view: Canonical, number: int, event: Event, freedom: Freedom) -> None:
 
 
 def _report(view: Canonical, number: int, event: Event, freedom: Freedom) -> None:
+    side = event["side"]
     for worker, report in event["workers"].items():
         for name, value in report.items():
             if name != "stats":
-                _sum_up(view, f"report.{worker}.{name}", number, sorted(value), is_sorted=True)
+                _sum_up(view, f"report.{side}.{worker}.{name}", number, sorted(value), is_sorted=True)
                 continue
             for what, amount in value.items():
                 is_sorted = freedom.several_requests
-                _sum_up(view, f"report.{worker}.stats.{what}", number, amount, is_sorted=is_sorted)
+                _sum_up(view, f"report.{side}.{worker}.stats.{what}", number, amount, is_sorted=is_sorted)
     for name, value in event.get("aggregated", {}).items():
-        _sum_up(view, f"report.{event['side']}.aggregated.{name}", number, value, is_sorted=True, is_set=True)
+        _sum_up(view, f"report.{side}.aggregated.{name}", number, value, is_sorted=True, is_set=True)
 
 
-def _sum_up(
-    view: Canonical, key: str, number: int, amount: Json, *, is_sorted: bool, is_set: bool = False
-) -> None:
+def _sum_up(view: Canonical, key: str, number: int, amount: Json, *, is_sorted: bool, is_set: bool = False) -> None:
     known = view.values.get(key, 0 if isinstance(amount, int) else [])
     total = known + amount
     if is_set:
@@ -158,12 +164,24 @@ def _sched(view: Canonical, number: int, event: Event, freedom: Freedom) -> None
     side = event["side"]
     for request_id, tokens, reason in event.get("out", ()):
         view.lanes.setdefault(f"out:{side}:{request_id}", []).append(Item(number, [tokens, reason]))
-    if "scheduled" in event:
-        view.lanes.setdefault(f"scheduled:{side}", []).append(Item(number, event["scheduled"]))
-    if "meta" in event:
-        view.lanes.setdefault(f"meta:{side}", []).append(Item(number, event["meta"]))
+    for part in ("scheduled", "meta", "fin_prev"):
+        if part in event:
+            view.lanes.setdefault(f"{part}:{side}", []).append(Item(number, event[part]))
     if "after" in event:
-        view.lanes.setdefault(f"after:{side}", []).append(Item(number, event["after"]))
+        _note_state(view, number, side, event["after"])
+
+
+def _note_state(view: Canonical, number: int, side: str, state: Mapping[str, Json]) -> None:
+    """Each part of a scheduler's state by itself: what changes in one step there may change in two here."""
+    parts: dict[str, Json] = {name: state.get(name) for name in ("free", "cached", "failed", "recvd")}
+    prefix = f"after:{side}:req."
+    known = {lane.removeprefix(prefix) for lane in view.lanes if lane.startswith(prefix)}
+    parts |= {f"req.{request_id}": None for request_id in known}
+    parts |= {f"req.{request_id}": row for request_id, row in state["req"].items()}
+    for name, value in parts.items():
+        lane = view.lanes.setdefault(f"after:{side}:{name}", [])
+        if not lane or lane[-1].value != value:
+            lane.append(Item(number, value))
 
 
 _HANDLERS: Final[Mapping[str, Callable[[Canonical, int, Event, Freedom], None]]] = {
@@ -180,9 +198,7 @@ _HANDLERS: Final[Mapping[str, Callable[[Canonical, int, Event, Freedom], None]]]
 # -- comparison -------------------------------------------------------------------------------------------
 
 
-def differences(
-    expected: Canonical, got: Canonical, all_states: Mapping[str, Sequence[Json]]
-) -> list[Difference]:
+def differences(expected: Canonical, got: Canonical, all_states: Mapping[str, Sequence[Json]]) -> list[Difference]:
     """What differs, the earliest first. `all_states`: every state that each worker's transfers were in."""
     found = [
         *_different_lanes(expected, got),

@@ -46,6 +46,7 @@ class Driver:
         self.loop = EventLoop()
         self.transcript = Transcript(self.loop)
         self._env = scenario.env
+        self._timing = conditions.timing
         self._bus = Bus(self.loop, SteadyNetwork(conditions.timing))
         self._engine = ScriptedEngine(scenario.engine, self.transcript, conditions.timing, self._poke_memory)
         self._bus.interceptor = self._engine
@@ -89,6 +90,7 @@ class Driver:
                 rules,
                 self._bus,
                 self.transcript,
+                self._timing,
                 self._is_open,
                 late_s=self.scenario.late_bind_s,
             )

@@ -60,9 +60,7 @@ def _frame(name: str, case: Mapping[str, Json]) -> bytes:
         raise ConfigError(f"{name}.hex: {error}") from error
 
 
-def _compare_encoded(
-    name: str, case: Mapping[str, Json], kind: type[Message], decode: _Decode
-) -> Iterator[Difference]:
+def _compare_encoded(name: str, case: Mapping[str, Json], kind: type[Message], decode: _Decode) -> Iterator[Difference]:
     frame = _frame(name, case)
     try:
         message = msgspec.convert(case["fields"], kind)

@@ -72,9 +72,7 @@ class ScheduledHalf:
         )
         try:
             groups = [
-                KVCacheGroupSpec(
-                    kind=group.kind, block_size=group.block_size, sliding_window=group.sliding_window
-                )
+                KVCacheGroupSpec(kind=group.kind, block_size=group.block_size, sliding_window=group.sliding_window)
                 for group in side.groups
             ]
             kv = make_cache_manager(

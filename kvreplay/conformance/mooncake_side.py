@@ -66,10 +66,13 @@ class ScriptedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What a recording leaves open: how long things took, and in which order a set was gone through."""
+    """What a recording leaves open."""
 
     timing: Timing = field(default_factory=Timing)
     drop_order: tuple[int, ...] = ()
+    """In which order the transfers that are dropped in one step are gone through."""
+    splits_failures: bool = False
+    """Whether a failure and its completion come in two polls, or in one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,8 @@ class Worker:
     connector: MooncakeWorker
     memory: ByteMemory
     layout_id: int
+    put_off: list[str] = field(default_factory=list)
+    """Completions that come with the next poll."""
 
 
 @dataclass(slots=True)
@@ -326,6 +331,8 @@ class Side:
 
     def _poll_worker(self, worker: Worker) -> Polled:
         output = worker.connector.get_finished(()) or KVConnectorOutput()
+        if self._conditions.splits_failures:
+            self._put_off_completions(worker, output)
         shown = shown_output(output)
         stats = worker.connector.stats.drain()
         counts: dict[str, Json] = {
@@ -340,6 +347,13 @@ class Side:
         if counts:
             shown["stats"] = counts
         return Polled(output, shown)
+
+    def _put_off_completions(self, worker: Worker, output: KVConnectorOutput) -> None:
+        """What completed together with a failure waits for the next poll."""
+        waiting, worker.put_off = worker.put_off, []
+        if output.invalid_block_ids or output.failed_recving:
+            worker.put_off, output.finished_recving = output.finished_recving, []
+        output.finished_recving = [*waiting, *output.finished_recving]
 
     def aggregate(self, polled: Sequence[Polled | None]) -> KVConnectorOutput | None:
         """What the scheduler of several workers hears; None while a rank is silent."""

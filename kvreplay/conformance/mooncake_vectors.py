@@ -69,10 +69,11 @@ def transcript_of(scenario: Scenario, played: Played) -> dict[str, Json]:
 
 
 def _conditions(document: Mapping[str, Json]) -> Iterator[Conditions]:
-    """What the recording may have run under: it tells neither exact times nor the order of a set."""
+    """What the recording may have run under; the likely first."""
     for timing in _TIMINGS:
         for drop_order in _drop_orders(document):
-            yield Conditions(timing, drop_order)
+            for splits_failures in (False, True):
+                yield Conditions(timing, drop_order, splits_failures)
 
 
 def _drop_orders(document: Mapping[str, Json]) -> list[tuple[int, ...]]:

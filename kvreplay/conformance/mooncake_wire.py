@@ -31,6 +31,12 @@ class Timing:
     """A message."""
     connect_ns: int = 3 * NS_PER_MS
     """The first message over a new connection to a producer."""
+    stagger_ns: int = 2 * NS_PER_MS
+    """How much later than one rank of the consumer the next one connects."""
+    repeat_ns: int = NS_PER_MS * 3 // 10
+    """Between a frame and its duplicate: less than an engine write takes, more than a consumer's reaction."""
+    forward_ns: int = NS_PER_MS // 2
+    """Between two replies that come to a proxy together."""
     http_ns: int = 30 * NS_PER_MS
     """A bootstrap server's answer."""
     work_ns: int = 3 * NS_PER_MS
@@ -44,11 +50,13 @@ class SteadyNetwork:
     def transit_ns(self, envelope: Envelope, now_ns: int) -> int:
         timing = self._timing
         if envelope.kind == PULL_REQUEST and envelope.destination.endswith(REAL):
-            return timing.connect_ns
+            return timing.connect_ns + timing.stagger_ns * _rank_of(envelope.payload)
         return timing.http_ns if envelope.kind == BOOTSTRAP_ANSWER else timing.transit_ns
+
 
 _STATUS_NAMES: Final = {0: "FINISH", 1: "CONTINUE", 2: "ERROR", 3: "LAYOUT_MISS"}
 _FIRST_CONSUMER_PORT: Final = 17101
+_MAX_WORKERS: Final = 64
 REAL: Final = "-real"
 """Ends the names of producer workers themselves; without it they are their proxies'."""
 
@@ -98,6 +106,7 @@ class Proxy:
         rules: Rules,
         bus: Bus,
         transcript: Transcript,
+        timing: Timing,
         is_open: Callable[[Envelope], bool],
         *,
         late_s: float,
@@ -107,9 +116,11 @@ class Proxy:
         self._rules = rules
         self._bus = bus
         self._transcript = transcript
+        self._timing = timing
         self._is_open = is_open
         self._connections: dict[tuple[str, str, int], _Connection] = {}
         self._num_of: dict[str, int] = {}
+        self._free_at_ns = 0
         if late_s:
             bus.loop.call_later(seconds(late_s), self._bind_late)
         else:
@@ -125,7 +136,12 @@ class Proxy:
         else:
             assert envelope.kind == PULL_REPLY, envelope.kind
             key = next(key for key in self._connections if key[1:] == (envelope.conversation, envelope.attempt))
-            self._on_reply(self._connections[key], envelope.payload)
+            connection, frame = self._connections[key], envelope.payload
+            # One after the other: a consumer that is done has closed its socket before the next one.
+            now_ns = self._bus.loop.now_ns
+            self._free_at_ns = max(self._free_at_ns, now_ns)
+            self._bus.loop.call_at(self._free_at_ns, lambda: self._on_reply(connection, frame))
+            self._free_at_ns += self._timing.forward_ns
 
     def _connect(self, pull: Envelope) -> _Connection:
         key = (pull.source, pull.conversation, pull.attempt)
@@ -161,9 +177,10 @@ class Proxy:
                     self._deliver(connection, msgspec.msgpack.encode(answer), forged=True)
             case "delay":
                 delay_ns = seconds((rule or {})["s"])
-        for each in frames:
+        for place, each in enumerate(frames):
             forwarded = replace(envelope, source=self._name, destination=self._target, payload=each)
-            self._bus.loop.call_later(delay_ns, lambda forwarded=forwarded: self._bus.post(forwarded))  # type: ignore[misc]
+            later_ns = delay_ns + place * self._timing.repeat_ns
+            self._bus.loop.call_later(later_ns, lambda forwarded=forwarded: self._bus.post(forwarded))  # type: ignore[misc]
 
     def _on_reply(self, connection: _Connection, frame: bytes) -> None:
         connection.num_replies += 1
@@ -221,6 +238,15 @@ class Proxy:
         return self._transcript.add(
             "wire", keys, conn=connection.name, dir=direction, type=kind, fields=fields, hex=frame.hex(), **more
         )
+
+
+def _rank_of(frame: bytes) -> int:
+    """The number of a pull's consumer among the workers of its engine; 0 for what is no pull."""
+    try:
+        worker = msgspec.msgpack.decode(frame)["remote_port"] - _FIRST_CONSUMER_PORT
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return 0
+    return worker if 0 <= worker < _MAX_WORKERS else 0
 
 
 def _name_of_consumer(frame: bytes) -> str:
@@ -325,6 +351,8 @@ class BootstrapFront:
         for engine in engines.values():
             for stages in engine["worker_addr"].values():
                 for stage, address in stages.items():
+                    if not address.endswith(REAL):
+                        return BootstrapAnswer(error=CLOSED)  # no proxy stands for it
                     stages[stage] = address.removesuffix(REAL)
         if rule["act"] == "edit":
             _edit_engines(engines, rule)

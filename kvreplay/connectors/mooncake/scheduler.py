@@ -186,11 +186,12 @@ class MooncakeScheduler:
         """Of a sliding-window group only the window's blocks, and one for the overlap, are worth moving."""
         if len(block_ids) == 0:
             return []
-        if len(block_ids) < len(self._window_blocks):
-            raise EngineFatal("IndexError", "tuple index out of range")
+        num_groups = len(self._window_blocks)
+        if len(block_ids) != num_groups:
+            raise EngineFatal("ValueError", f"Expected {num_groups} KV cache groups, got {len(block_ids)}.")
         return [
             list(of_group if num_blocks is None else of_group[-num_blocks:])
-            for of_group, num_blocks in zip(block_ids, self._window_blocks, strict=False)
+            for of_group, num_blocks in zip(block_ids, self._window_blocks, strict=True)
         ]
 
 
