@@ -129,7 +129,10 @@ def test_each_oracle_has_its_line(command: Command, write: Write) -> None:
     [
         ({"workload": {"offload": {}}}, "offloading connector"),
         ({"kind": "cpu_manager", "workload": None}, "offloading connector"),
-        ({"workload": None, "scenario": {}}, "Mooncake transcript"),
+        (
+            {"workload": None, "scenario": {"do": [], "P": {"async_scheduling": True}}, "events": [], "final": {}},
+            "async_scheduling",
+        ),
         ({"format": 2}, "format 2"),
         ({"workload": {**VECTOR["workload"], "weather": "wet"}}, "workload.weather is not known here"),
     ],
@@ -148,9 +151,10 @@ def test_what_is_not_modelled_is_skipped_with_its_reason(
 
 
 def test_a_transcript_in_json_lines_is_known_by_its_head(command: Command, tmp_path: Path) -> None:
-    lines = [{"oracle": ORACLE, "scenario": {}, "bases": {}}, {"i": 0}, {"final": {}}]
-    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert command(tmp_path)[1].splitlines()[0].endswith("x.jsonl  Mooncake transcript")
+    whole = json.loads((Path(__file__).parent / "mooncake" / "vectors" / "ok_p_first.json").read_text())
+    events, final = whole.pop("events"), whole.pop("final")
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, [whole, *events, {"final": final}])))
+    assert command(tmp_path) == (0, f"{ORACLE}: 1 of 1 vectors equal, 0 differ, 0 skipped\n", "")
 
 
 @pytest.mark.parametrize("document", [[1, 2], {}, 7, {"engine": {}, "requests": []}, {"steps": []}])

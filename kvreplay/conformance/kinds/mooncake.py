@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvreplay.conformance.compare import Difference
-from kvreplay.conformance.vector import Vector
+from kvreplay.conformance.vector import Json, Vector
 
 _FRAMES: Final = frozenset({"requests", "responses"})
 
@@ -20,5 +20,14 @@ class MooncakeVectors:
         from kvreplay.conformance.mooncake_vectors import replay_transcript
 
         if "scenario" in vector.document:
-            return replay_transcript(vector.document)
+            return replay_transcript(_whole(vector))
         return replay_frames(vector.document)
+
+
+def _whole(vector: Vector) -> dict[str, Json]:
+    """A transcript in JSON lines as one object: after its head come its events, and last what was left."""
+    if not vector.lines:
+        return vector.document
+    lines = [line for line in vector.lines if isinstance(line, dict)]
+    finals = [line["final"] for line in lines if "final" in line]
+    return {**vector.document, "events": [line for line in lines if "lane" in line], "final": next(iter(finals), None)}
