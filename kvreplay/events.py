@@ -71,12 +71,14 @@ _RUN, _STEPS, _BLOCKS = DETAIL_RUN, DETAIL_STEPS, DETAIL_BLOCKS
 
 KINDS: Final[dict[str, KindSpec]] = {
     "request.arrived": KindSpec(
-        _RUN, "a client sends a request (instance null); prompt_tokens, output_tokens, priority, prefix_hashes, "
-        "prefix_hash_tokens, params"
+        _RUN,
+        "a client sends a request (instance null); prompt_tokens, output_tokens, priority, prefix_hashes, "
+        "prefix_hash_tokens, params",
     ),
     "request.routed": KindSpec(
-        _RUN, "the proxy hands it on: instance = the one that serves the client (D of a pair), peer = the "
-        "producer of the pair or null, transfer_id"
+        _RUN,
+        "the proxy hands it on: instance = the one that serves the client (D of a pair), peer = the "
+        "producer of the pair or null, transfer_id",
     ),
     "request.parked": KindSpec(
         _RUN, "enters WAITING_FOR_REMOTE_KVS; num_tokens = tokens promised by the connector, num_blocks = blocks held"
@@ -89,8 +91,9 @@ KINDS: Final[dict[str, KindSpec]] = {
     ),
     "request.first_token": KindSpec(_RUN, "its first output token on this instance is ready"),
     "request.finished": KindSpec(
-        _RUN, "ends with its full output on this instance; num_tokens = output tokens, status = length | stop, "
-        "output_hash = digest of the output"
+        _RUN,
+        "ends with its full output on this instance; num_tokens = output tokens, status = length | stop, "
+        "output_hash = digest of the output",
     ),
     "request.failed": KindSpec(
         _RUN, "ends with FINISHED_ERROR on this instance; num_tokens = output tokens so far, cause"
@@ -100,17 +103,20 @@ KINDS: Final[dict[str, KindSpec]] = {
     ),
     "request.rejected": KindSpec(_RUN, "refused before it was queued; cause"),
     "request.stalled": KindSpec(
-        _RUN, "proven never to end; status = request status, num_tokens = ns instant since when, num_blocks = blocks "
-        "held, cause = what it waits on, peer, transfer_id"
+        _RUN,
+        "proven never to end; status = request status, num_tokens = ns instant since when, num_blocks = blocks "
+        "held, cause = what it waits on, peer, transfer_id",
     ),
     "lookup": KindSpec(
-        _RUN, "the connector's answer for a queued request, when it changed; num_tokens = external tokens, null = ask "
-        "again later, status = sync | async | none, num_blocks = times the previous answer was given"
+        _RUN,
+        "the connector's answer for a queued request, when it changed; num_tokens = external tokens, null = ask "
+        "again later, status = sync | async | none, num_blocks = times the previous answer was given",
     ),
     "load.started": KindSpec(_RUN, "an external load begins; num_tokens, num_blocks = to be written"),
     "load.finished": KindSpec(_RUN, "reported complete by every worker; num_tokens"),
     "load.failed": KindSpec(
-        _RUN, "the scheduler learns that it failed; num_tokens = tokens lost, status = request | blocks, block_ids, cause"
+        _RUN,
+        "the scheduler learns that it failed; num_tokens = tokens lost, status = request | blocks, block_ids, cause",
     ),
     "store.started": KindSpec(_RUN, "a copy out of the GPU pool begins; num_blocks"),
     "store.finished": KindSpec(_RUN, "that copy is acknowledged; num_blocks"),
@@ -119,44 +125,52 @@ KINDS: Final[dict[str, KindSpec]] = {
         _RUN, "a consumer asks a producer (peer) for a request's blocks; transfer_id, num_blocks, rank = peer i of k"
     ),
     "pull.replied": KindSpec(
-        _RUN, "a reply reaches the consumer and names (or covers) this request; status = FINISH | CONTINUE | ERROR | "
-        "LAYOUT_MISS, cause = err_msg"
+        _RUN,
+        "a reply reaches the consumer and names (or covers) this request; status = FINISH | CONTINUE | ERROR | "
+        "LAYOUT_MISS, cause = err_msg",
     ),
     "pull.settled": KindSpec(_RUN, "the pull with this peer is over for this request; status = ok | failed, cause"),
     "send.started": KindSpec(_RUN, "a producer starts to write to a consumer (peer); transfer_id, num_blocks"),
-    "send.finished": KindSpec(
-        _RUN, "the write returned; status = ok | failed, cause, num_blocks"
-    ),
+    "send.finished": KindSpec(_RUN, "the write returned; status = ok | failed, cause, num_blocks"),
     "send.expired": KindSpec(_RUN, "the producer gives up on being asked; transfer_id, num_blocks freed"),
     "bootstrap.queried": KindSpec(_RUN, "a consumer asks the bootstrap server of peer; num_tokens = attempt, from 1"),
     "bootstrap.answered": KindSpec(_RUN, "its answer, or what stands for it; status = ok | failed, cause"),
     "tokens.recomputed": KindSpec(
-        _RUN, "num_tokens computed in this step although they had been there or were promised; cause = load-failure | "
-        "preemption | eviction | full-hit-last-token, cause_seq = the load.failed or request.preempted"
+        _RUN,
+        "num_tokens computed in this step although they had been there or were promised; cause = load-failure | "
+        "preemption | eviction | full-hit-last-token, cause_seq = the load.failed or request.preempted",
     ),
     "block.evicted": KindSpec(
-        _RUN, "cached blocks that lost their hash since the last such row; num_blocks, group, cause = capacity | "
-        "load-failure | reset"
+        _RUN,
+        "cached blocks that lost their hash since the last such row; num_blocks, group, cause = capacity | "
+        "load-failure | reset",
     ),
     "fault.injected": KindSpec(
-        _RUN, "a fault fired; one row per request it names; status = fault name, cause = its spec, instance = where it "
-        "acts, peer, transfer_id"
+        _RUN,
+        "a fault fired; one row per request it names; status = fault name, cause = its spec, instance = where it "
+        "acts, peer, transfer_id",
     ),
     "violation": KindSpec(
-        _RUN, "a law is broken; status = checker, cause = detail, request_id, block_ids, group, transfer_id, "
-        "cause_seq = the fault"
+        _RUN,
+        "a law is broken; status = checker, cause = detail, request_id, block_ids, group, transfer_id, "
+        "cause_seq = the fault",
     ),
     "engine.crashed": KindSpec(_RUN, "the replayed engine died; status = exception, cause = its message"),
     "usage": KindSpec(
-        _RUN, "sampled every 10 s of virtual time and at the end; status names the value in num_tokens: gauges running, "
-        "waiting, deferred, blocks (in use), peak_blocks; counters steps, busy_ns, computed_tokens, loaded_tokens, "
-        "preemptions; constants num_gpu_blocks"
+        _RUN,
+        "sampled every 10 s of virtual time and at the end; status names the value in num_tokens: gauges "
+        "running, waiting, deferred, blocks (in use), peak_blocks; counters steps, busy_ns, computed_tokens, "
+        "loaded_tokens, preemptions; constants num_gpu_blocks",
     ),
-    "run.summary": KindSpec(_RUN, "the verdict; status = verdict, cause = JSON as `run --json` prints it, no wall clock"),
+    "run.summary": KindSpec(
+        _RUN, "the verdict; status = verdict, cause = JSON as `run --json` prints it, no wall clock"
+    ),
     "step": KindSpec(
         _STEPS, "one scheduler step; num_tokens = scheduled tokens, num_blocks = requests in it, status = ns it takes"
     ),
-    "request.scheduled": KindSpec(_STEPS, "a request's share of a step; num_tokens = tokens, num_blocks = computed before"),
+    "request.scheduled": KindSpec(
+        _STEPS, "a request's share of a step; num_tokens = tokens, num_blocks = computed before"
+    ),
     "block.allocated": KindSpec(_BLOCKS, "block_ids given to request_id, in order; group"),
     "block.cached": KindSpec(_BLOCKS, "block_ids enter the prefix cache; group"),
     "block.freed": KindSpec(_BLOCKS, "block_ids given back by request_id, in order; group"),
