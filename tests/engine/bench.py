@@ -91,7 +91,13 @@ class Bench:
 
     # -- what the test does ------------------------------------------------------------------------------
 
-    def add(
+    def add(self, request_id: str, prompt: int | Iterable[int], **settings: Any) -> Request:  # noqa: ANN401
+        """`prompt`: tokens, or how many that nobody else has."""
+        request = self.make(request_id, prompt, **settings)
+        self.scheduler.add_request(request)
+        return request
+
+    def make(
         self,
         request_id: str,
         prompt: int | Iterable[int],
@@ -99,17 +105,14 @@ class Bench:
         max_tokens: int = 100,
         stop: tuple[int, ...] = (),
     ) -> Request:
-        """`prompt`: tokens, or how many that nobody else has."""
         tokens = [hash_free(request_id) + place for place in range(prompt)] if isinstance(prompt, int) else list(prompt)
-        request = Request(
+        return Request(
             request_id,
             self.index.content(tokens),
             num_prompt_tokens=len(tokens),
             max_tokens=max_tokens,
             stop_token_ids=stop,
         )
-        self.scheduler.add_request(request)
-        return request
 
     def schedule(self) -> dict[str, int]:
         """The first half of a step: tokens of each request in it."""
