@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Mapping
 from enum import IntEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -43,6 +44,14 @@ BehaviourOption = Annotated[
 ]
 SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of every random draw.")]
 LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Take the first N requests only.")]
+
+
+def trace_name(text: str) -> str:
+    """TRACE as given, but a canned one may have its suffix, as a report names it."""
+    from kvreplay.replay.presets import packaged_names
+
+    name = text.removesuffix(".parquet")
+    return name if not Path(text).exists() and name in packaged_names("traces", ".parquet") else text
 
 
 def paragraphs(text: str) -> str:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from kvreplay.cli.common import JsonOption, make_console, print_json
+from kvreplay.cli.common import JsonOption, make_console, print_json, trace_name
 
 
 def info(
@@ -17,7 +17,7 @@ def info(
     from kvreplay.report.description import print_description
     from kvreplay.trace.describe import describe
 
-    _, opened = open_trace(trace)
+    _, opened = open_trace(trace_name(trace))
     document = describe(opened)
     if as_json:
         print_json(document)

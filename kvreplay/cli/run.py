@@ -19,6 +19,7 @@ from kvreplay.cli.common import (
     SetOption,
     make_console,
     print_warning,
+    trace_name,
 )
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def run(
         known = ", ".join(DETAIL_LEVELS)
         raise ConfigError(f"--detail {detail}: expected one of {known}{nearest(detail, DETAIL_LEVELS)}")
     faults = make_plan(inject or (), plan)
-    path, opened = open_trace(trace)
+    path, opened = open_trace(trace_name(trace))
     if output is not None:
         check_output(output, [path, *([plan] if plan else []), *([Path(config)] if config else [])])
     loaded = load_config(

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvreplay.cli.common import JsonOption, SeedOption
+from kvreplay.cli.common import JsonOption, SeedOption, SetOption
 from kvreplay.cli.import_ import print_written
 
 _LOAD = "Load"
@@ -83,12 +83,23 @@ def synth(
     abort_after: Annotated[
         float, typer.Option(metavar="S", help="Mean time until they are.", rich_help_panel=_CLIENTS)
     ] = 5.0,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            metavar="NAME|FILE",
+            help="Preset or TOML file to store in the trace: what run takes without a --config of its own.",
+        ),
+    ] = None,
+    settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a workload. The same options and seed give the same file.
 
     Example: kvreplay synth -o chat.parquet --requests 500 --rate 2 --turns 4 --system-prompts 3 --system-tokens 1024
     """
+    from kvreplay.errors import ConfigError
+    from kvreplay.replay.config_load import load_config
     from kvreplay.trace.lengths import parse_lengths
     from kvreplay.trace.synth import ArrivalProcess, SynthOptions, synthesise
     from kvreplay.trace.writer import check_output
@@ -110,5 +121,8 @@ def synth(
         abort_after_s=abort_after,
         hash_tokens=hash_tokens,
     )
-    check_output(output_file, options.input_files)
-    print_written(output_file, synthesise(options), options.metadata(), as_json=as_json)
+    if settings and config is None:
+        raise ConfigError(f"--set {settings[0]}: changes a configuration, give --config as well")
+    stored = load_config(config, sets=settings or ()).config.to_document() if config is not None else None
+    check_output(output_file, [*options.input_files, *([Path(config)] if config is not None else [])])
+    print_written(output_file, synthesise(options), options.metadata(stored), as_json=as_json)

@@ -5,7 +5,7 @@ from typing import Final
 
 from kvreplay.report.layout import INDENT, Column, Line, Section, more, table, title
 from kvreplay.report.sparkline import columns, sparkline
-from kvreplay.report.words import duration, listed, number, percent, share
+from kvreplay.report.words import causes, duration, number, percent, share
 from kvreplay.verdict.model import Series, Summary
 from kvreplay.verdict.verdict import plural
 
@@ -25,8 +25,8 @@ def recomputed_section(summary: Summary) -> Section:
     yield table([_LEFT, _RIGHT, _RIGHT], rows)
     loads = summary.loads
     if loads.failed:
-        causes = listed(loads.failed_by_cause)
-        yield Line(f"{number(loads.failed)} of {plural(loads.started, 'load')} failed: {causes}", indent=INDENT)
+        why = causes(loads.failed_by_cause) or "without a cause"
+        yield Line(f"{number(loads.failed)} of {plural(loads.started, 'load')} failed: {why}", indent=INDENT)
 
 
 def evicted_section(summary: Summary) -> Section:

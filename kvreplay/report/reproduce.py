@@ -19,7 +19,7 @@ def _options(in_effect: InEffect) -> Iterator[str]:
         ("--profile", in_effect.profile, in_effect.profile_origin),
         ("--policy", in_effect.policy, in_effect.policy_origin),
     ):
-        if origin == flag:
+        if basis(origin) == flag:
             yield from (flag, value)
     yield from _each("--set", in_effect.settings)
     yield from _each("--behaviour", in_effect.behaviours)
@@ -32,6 +32,11 @@ def _options(in_effect: InEffect) -> Iterator[str]:
     if in_effect.overdue_after_s != _DEFAULTS.overdue_after_s:
         yield from ("--overdue-after", f"{in_effect.overdue_after_s:g}")
     yield from ("--seed", str(in_effect.seed))
+
+
+def basis(origin: str) -> str:
+    """Where a choice came from, without the flags that changed it: they have lines of their own."""
+    return origin.split(" --")[0]
 
 
 def _each(flag: str, values: Sequence[str]) -> Iterator[str]:

@@ -9,9 +9,9 @@ from rich.text import Text
 from kvreplay.report.accounts import evicted_section, instances_section, over_time_section, recomputed_section
 from kvreplay.report.baseline import baseline_section
 from kvreplay.report.layout import INDENT, Column, Line, Section, print_sections, table, title
-from kvreplay.report.reproduce import command
+from kvreplay.report.reproduce import basis, command
 from kvreplay.report.trouble import crashes_section, stalled_section, violations_section
-from kvreplay.report.words import duration, listed, number, share
+from kvreplay.report.words import causes, duration, listed, number, share
 from kvreplay.verdict.model import InEffect, Percentiles, Summary
 
 _STYLES: Final = {"passed": "bold green", "violated": "bold yellow", "stalled": "bold magenta", "crashed": "bold red"}
@@ -76,7 +76,7 @@ def _requests(summary: Summary) -> Section:
     }
     notes = {"stalled": _after_healing(summary), "unfinished": "neither ended nor proven stalled"}
     for outcome in ("failed", "aborted", "rejected"):
-        notes[outcome] = listed({line.cause: line.count for line in summary.reasons if line.outcome == outcome})
+        notes[outcome] = causes({line.cause: line.count for line in summary.reasons if line.outcome == outcome})
     always = ("finished", "failed", "stalled")
     rows = [
         (name, number(count), share(count, requests.total), notes.get(name, "") if count else "")
@@ -148,8 +148,12 @@ def _reproduce(summary: Summary) -> Section:
 
 def _settings(effect: InEffect) -> Iterator[tuple[str, str, str]]:
     yield "trace", effect.trace, "all requests" if effect.limit is None else f"the first {effect.limit:,} requests"
-    yield "config", effect.config, effect.config_origin
-    yield "profile", effect.profile, effect.profile_origin
+    origin = basis(effect.config_origin)
+    if origin == "the trace":
+        yield "config", "the one in the trace", ""
+    else:
+        yield "config", effect.config, origin
+    yield "profile", effect.profile, basis(effect.profile_origin)
     yield "kv_load_failure_policy", effect.policy, effect.policy_origin
     yield "seed", str(effect.seed), ""
     for setting in effect.settings:

@@ -107,7 +107,7 @@ def violations_section(summary: Summary) -> Section:
     implied = _implied(summary)
     if implied:
         yield Line(
-            f"not counted, because they follow from what is reported: {listed(implied, most=len(implied))}",
+            f"not counted, because they follow from what is reported: {listed(implied)}",
             "dim",
             INDENT,
         )

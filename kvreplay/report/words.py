@@ -32,12 +32,24 @@ def instant(seconds: float) -> str:
     return f"{seconds:,.3f} s"
 
 
-def listed(counts: Mapping[str, int], most: int = 4) -> str:
-    """`240 failed, 3 stalled`; the most first, and no more than `most` of them."""
-    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    parts = [f"{count:,} {name or 'without a cause'}" for name, count in ordered[:most]]
+def listed(counts: Mapping[str, int]) -> str:
+    """`240 failed, 3 stalled`; the most first."""
+    return ", ".join(f"{count:,} {name}" for name, count in _by_size(counts))
+
+
+def causes(counts: Mapping[str, int], most: int = 4) -> str:
+    """`kv load failure (240), timeout (12)`, no more than `most` of them; a single one without its count."""
+    named = {name or "without a cause": count for name, count in counts.items()}
+    if len(named) == 1:
+        return "".join(counts)
+    ordered = _by_size(named)
+    parts = [f"{name} ({count:,})" for name, count in ordered[:most]]
     rest = sum(count for _, count in ordered[most:])
-    return ", ".join([*parts, f"{rest:,} for {len(ordered) - most:,} other causes"] if rest else parts)
+    return ", ".join([*parts, f"{len(ordered) - most:,} other causes ({rest:,})"] if rest else parts)
+
+
+def _by_size(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
 def safe(text: str) -> str:

@@ -1,6 +1,6 @@
 """Synthetic workloads: arrivals, lengths, shared system prompts, sessions that grow, clients that give up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from heapq import heappop, heappush
@@ -94,12 +94,12 @@ class SynthOptions:
         lengths = (self.prompt, self.output, self.turns)
         return sorted({value.file for value in lengths if isinstance(value, Empirical)})
 
-    def metadata(self) -> TraceMetadata:
-        """How the trace says where it comes from: files by their hash."""
+    def metadata(self, config: Mapping[str, Any] | None = None) -> TraceMetadata:
+        """How the trace says where it comes from: files by their hash. `config`: what to replay it with."""
         values = {name: getattr(self, name) for name in self.__slots__}
         options = {name: _described(value) if isinstance(value, Lengths) else value for name, value in values.items()}
         inputs = sorted(file_digest(file) for file in self.input_files)
-        return TraceMetadata(source={"tool": "kvreplay synth", "options": options, "inputs": inputs})
+        return TraceMetadata(source={"tool": "kvreplay synth", "options": options, "inputs": inputs}, config=config)
 
 
 def _described(lengths: Lengths) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from kvreplay.report.json_report import write_json
 from kvreplay.report.progress import progress
 from kvreplay.report.reproduce import command
 from kvreplay.report.sparkline import columns, sparkline
-from kvreplay.report.words import duration, listed, safe, share
+from kvreplay.report.words import causes, duration, listed, safe, share
 from kvreplay.verdict.model import InEffect, Summary
 
 
@@ -40,10 +40,12 @@ def test_counts_are_listed_by_size() -> None:
     assert listed({"failed": 2, "aborted": 2, "stalled": 1200}) == "1,200 stalled, 2 aborted, 2 failed"
 
 
-def test_a_long_list_of_counts_is_cut() -> None:
-    counts = {f"cause {index}": 9 - index for index in range(6)}
-    assert listed(counts, most=2) == "9 cause 0, 8 cause 1, 22 for 4 other causes"
-    assert listed({"": 3}) == "3 without a cause"
+def test_long_lists_of_causes_are_cut_and_nothing_is_lost() -> None:
+    counts = {f"cause {place}": 9 - place for place in range(6)}
+    assert causes(counts, most=2) == "cause 0 (9), cause 1 (8), 4 other causes (22)"
+    assert causes({"timeout": 12}) == "timeout"
+    assert causes({"": 3}) == ""
+    assert causes({"": 3, "timeout": 12}) == "timeout (12), without a cause (3)"
 
 
 def test_safe_keeps_what_is_printable() -> None:
@@ -95,6 +97,19 @@ def test_all_that_was_given_is_given_again() -> None:
         "kvreplay run decode-stall --config mooncake-1p1d --policy fail --behaviour transfer_fence=attempt"
         " --plan night.toml --inject 'timeout:request=a b*' --limit 10 --fail-on crashed,failed"
         " --overdue-after 2.5 --seed 0"
+    )
+
+
+def test_what_set_changed_does_not_hide_where_the_rest_came_from() -> None:
+    given = in_effect(
+        config_origin="--config --set cache.num_gpu_blocks=512",
+        settings=["cache.num_gpu_blocks=512"],
+        profile_origin="--profile --behaviour pull_wait=bounded",
+        behaviours=["pull_wait=bounded"],
+    )
+    assert command(given) == (
+        "kvreplay run decode-stall --config mooncake-1p1d --profile vllm-0.33 --set cache.num_gpu_blocks=512"
+        " --behaviour pull_wait=bounded --seed 0"
     )
 
 

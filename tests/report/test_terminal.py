@@ -47,7 +47,7 @@ def test_requests_are_listed_by_outcome_with_reasons(summary: Summary) -> None:
     assert "Requests  12,031" in lines
     assert section(lines, "Requests") == [
         "  finished  11,779   97.9 %",
-        "  failed        12    0.1 %  12 kv load failure",
+        "  failed        12    0.1 %  kv load failure",
         "  stalled      240    2.0 %  200 lost for good, 40 ended once the faults were",
         "                             gone",
         "  overdue        2  < 0.1 %  ended late",
@@ -111,7 +111,7 @@ def test_recomputed_tokens_and_evictions_by_cause(summary: Summary) -> None:
         "  eviction                345   2.8 %",
         "  (all computed)  344,000,000",
         "  (all loaded)      1,720,000",
-        "  12 of 12,031 loads failed: 12 timeout",
+        "  12 of 12,031 loads failed: timeout",
     ]
     assert section(lines, "Evicted blocks  2,345") == [
         "  capacity      group 0  2,300",
