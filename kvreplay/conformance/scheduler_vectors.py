@@ -4,34 +4,56 @@ A vector is a JSON object `{"format": 1, "oracle": "vllm X", "workload": {...}, 
 drives our scheduler through the workload and records the same steps.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from kvreplay.conformance.vector import Json, UnsupportedVectorError
-from kvreplay.conformance.workload import GroupSpec, RequestSpec, Workload, read_workload
-from kvreplay.engine.config import SchedulerConfig
+from kvreplay.conformance.workload import GroupSpec, RequestSpec, Speculation, Workload, read_workload
+from kvreplay.engine.config import SPECULATIVE_METHODS, SchedulerConfig, SpeculativeConfig
 from kvreplay.engine.connector import KVConnectorOutput
 from kvreplay.engine.log import EngineLog
-from kvreplay.engine.output import ModelRunnerOutput, RequestOutput, SchedulerOutput
+from kvreplay.engine.output import ModelRunnerOutput, RequestOutput, SchedulerOutput, Share
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.scheduler import Scheduler
 from kvreplay.errors import EngineFatal
 from kvreplay.events import DETAIL_RUN, Event
 from kvreplay.kv.block_pool import BlockIds, BlockPool
-from kvreplay.kv.cache_manager import make_cache_manager
+from kvreplay.kv.cache_manager import NO_DRAFTS, make_cache_manager
 from kvreplay.kv.content_index import TokenContent, TokenIndex
-from kvreplay.kv.specs import FULL, SLIDING_WINDOW, KVCacheGroupSpec
+from kvreplay.kv.managers.mamba import BoundaryState
+from kvreplay.kv.specs import (
+    CHUNKED_LOCAL,
+    CIRCULAR_BUFFER,
+    FULL,
+    MAMBA,
+    MAMBA_NONE,
+    MLA,
+    SLIDING_WINDOW,
+    SLIDING_WINDOW_MLA,
+    KVCacheGroupSpec,
+)
 
 _SMALL_POOL = 64
+_BUSY = ("deliver", "upd_of")
+"""What keeps a step from being quiet, if there is anything in it."""
 _SHORT_STATUS = {
     RequestStatus.WAITING: "W",
     RequestStatus.RUNNING: "R",
     RequestStatus.PREEMPTED: "P",
     RequestStatus.WAITING_FOR_REMOTE_KVS: "K",
 }
-_GROUP_KINDS = {"full": FULL, "swa": SLIDING_WINDOW}
+_GROUP_KINDS = {
+    "full": FULL,
+    "mla": MLA,
+    "swa": SLIDING_WINDOW,
+    "swa_mla": SLIDING_WINDOW_MLA,
+    "chunked_local": CHUNKED_LOCAL,
+    "mamba": MAMBA,
+    "ring": CIRCULAR_BUFFER,
+}
 _SCHEDULER_SETTINGS = (
     "max_num_batched_tokens",
     "max_num_scheduled_tokens",
@@ -44,23 +66,19 @@ _SCHEDULER_SETTINGS = (
     "scheduler_reserve_full_isl",
     "watermark",
     "prefill_schedule_interval",
+    "policy",
+    "async_scheduling",
 )
 
 
 def reason_unsupported(workload: Workload) -> str | None:
     """Why this workload cannot be run, or None."""
-    engine, groups = workload.engine, workload.groups
-    if len(groups) != 1:
-        return f"{len(groups)} KV cache groups"
-    if groups[0].type not in _GROUP_KINDS:
-        return f"group type {groups[0].type}"
-    if groups[0].extra_retained:
-        return "extra_retained"
-    if engine.policy != "fcfs":
-        return f"policy {engine.policy}"
-    for key in ("spec", "async_scheduling"):
-        if getattr(engine, key):
-            return key
+    for group in workload.groups:
+        if group.type not in _GROUP_KINDS:
+            return f"group type {group.type}"
+    spec = workload.engine.spec
+    if spec is not None and spec.method not in SPECULATIVE_METHODS:
+        return f"speculation by {spec.method}"
     return None
 
 
@@ -92,6 +110,25 @@ class _ScriptedSampler:
         return 0
 
 
+class _Verifier:
+    """How many drafts are right: the i-th verification of a request accepts the i-th count of its list, over again."""
+
+    def __init__(self, workload: Workload) -> None:
+        spec = workload.engine.spec
+        shared = spec.accept if spec is not None else None
+        self._counts = {request.id: request.accept or shared for request in workload.requests}
+        self._num_verified: dict[str, int] = {}
+
+    def num_accepted(self, share: Share) -> int:
+        request_id = share.request.request_id
+        index = self._num_verified.get(request_id, 0)
+        self._num_verified[request_id] = index + 1
+        if share.admitted:
+            return 0  # placeholders, not drafts
+        counts = self._counts[request_id]
+        return share.num_drafts if counts is None else min(share.num_drafts, counts[index % len(counts)])
+
+
 class _EvictionSink:
     """Keeps nothing; vectors are compared through the driver's own record."""
 
@@ -107,18 +144,26 @@ class _Driver:
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         engine = workload.engine
-        group = _group_spec(workload.groups[0], engine.block_size)
+        groups = [_group_spec(group, engine.block_size) for group in workload.groups]
         config = SchedulerConfig(**{name: getattr(engine, name) for name in _SCHEDULER_SETTINGS})
+        speculation = _speculation(engine.spec)
         self.events = workload.events_by_step
         self.connector = workload.scripted_connector()
+        drafts = NO_DRAFTS
+        if speculation is not None:
+            drafts = speculation.cache_rules(
+                enable_caching=engine.enable_prefix_caching, has_connector=self.connector is not None
+            )
         pool = BlockPool(engine.num_gpu_blocks, enable_caching=engine.enable_prefix_caching)
         self.kv = make_cache_manager(
-            [group],
+            groups,
             pool,
             max_model_len=config.max_model_len,
-            max_in_flight_tokens=config.max_num_batched_tokens,
+            max_in_flight_tokens=config.max_in_flight_tokens,
             watermark=config.watermark,
             retention_interval=engine.retention_interval,
+            hash_block_size=engine.hash_block_size,
+            drafts=drafts,
         )
         self.scheduler = Scheduler(
             config,
@@ -126,13 +171,21 @@ class _Driver:
             self.connector,
             _ScriptedSampler(),
             EngineLog(_EvictionSink(), None),
-            recompute_load_failures=engine.kv_load_failure_policy == "recompute",
+            recompute_load_failures=engine.kv_load_failure_policy == "recompute" or self.connector is None,
+            kv_role=engine.kv_role if self.connector is not None else "",
+            speculation=speculation,
+            cache_block_size=engine.block_size,
+            divergent_hits=engine.divergent_hits,
+            defer_async_loads=engine.hisparse_host_blocks is not None,
         )
         self.requests = self.scheduler.requests
-        self.index = TokenIndex(group.block_size)
+        self.verifier = _Verifier(workload)
+        self.index = TokenIndex(self.kv.rules.hash_block_size, self.kv.rules.num_hash_lookahead_tokens)
         self.record: dict[str, Any] = {}
+        self.in_flight: deque[SchedulerOutput] = deque()
         pool.on_evict = self._on_evict
         self.scheduler.on_invalid_evicted = self._on_invalid_evicted
+        self.scheduler.on_partial_tails = self._on_partial_tails
 
     # -- the loop ---------------------------------------------------------------------------------------------
 
@@ -145,13 +198,15 @@ class _Driver:
             if not self._one_step(step, arrivals.get(step, [])):
                 yield record
                 return
-            quiet = not record["total"] and not any(key in record for key in ("deliver", "add", "abort", "abort_mid"))
+            quiet = not record["total"] and not any(record.get(key) for key in _BUSY)
+            quiet = quiet and not any(key in record for key in ("add", "abort", "abort_mid"))
             idle = idle + 1 if quiet else 0
             nothing_to_come = step >= last_step and not (self.connector is not None and self.connector.has_pending)
-            done = nothing_to_come and not self.scheduler.requests and not self.scheduler.finished_req_ids
+            is_empty = not self.requests and not self.in_flight and not self.scheduler.finished_req_ids
+            done = nothing_to_come and is_empty
             stalled = nothing_to_come and not done and idle >= self.workload.idle_limit
             if stalled:
-                record["stalled"] = sorted(self.scheduler.requests)
+                record["stalled"] = sorted(self.requests)
             yield record
             if done or stalled:
                 return
@@ -185,18 +240,51 @@ class _Driver:
                 where[0] = "reset"
                 record["reset"] = scheduler.reset_prefix_cache(reset_running=event.reset_running)
         where[0] = "schedule"
+        takes_output = self._schedule(step, where)
+        record.setdefault("total", 0)
+        if takes_output:
+            where[0] = "update"
+            self._update(self.in_flight.popleft())
+        record["after"] = self._state()
+
+    def _schedule(self, step: int, where: list[str]) -> bool:
+        """The next step joins those in flight. Returns whether the output of the first is taken in now."""
+        scheduler = self.scheduler
+        is_async = scheduler.config.async_scheduling
+        if is_async and not scheduler.has_requests:
+            return bool(self.in_flight)
         out = scheduler.schedule()
         self._record_schedule(out)
+        self.in_flight.append(out)
         for event in self.events.get(step, ()):
             if event.abort_mid:
                 where[0] = "abort"
-                record["abort_mid"] = event.abort_mid
+                self.record["abort_mid"] = event.abort_mid
                 scheduler.finish_requests(event.abort_mid, RequestStatus.FINISHED_ABORTED)
-        where[0] = "update"
-        outputs = scheduler.update_from_output(out, ModelRunnerOutput(self._reports()))
+        may_wait = bool(out.total_num_scheduled_tokens) or scheduler.has_requests
+        return len(self.in_flight) >= scheduler.config.max_concurrent_batches or not may_wait
+
+    def _update(self, out: SchedulerOutput) -> None:
+        record, scheduler = self.record, self.scheduler
+        if scheduler.config.async_scheduling:
+            record["upd_of"] = [share.request.request_id for share in out.shares]
+        accepted = self._accepted(out)
+        outputs = scheduler.update_from_output(out, ModelRunnerOutput(self._reports(), accepted))
+        self._record_connector()
         if outputs:
             record["out"] = [_output_row(output) for output in outputs]
-        record["after"] = self._state()
+        if scheduler.speculation is not None and not scheduler.config.async_scheduling:
+            scheduler.take_drafts(out)
+
+    def _accepted(self, out: SchedulerOutput) -> dict[str, int]:
+        accepted: dict[str, int] = {}
+        for share in out.shares:
+            request_id = share.request.request_id
+            if share.num_drafts and share.samples and request_id in self.requests:
+                accepted[request_id] = self.verifier.num_accepted(share)
+        if accepted:
+            self.record["acc"] = [[request_id, count] for request_id, count in accepted.items()]
+        return accepted
 
     def _request(self, spec: RequestSpec) -> Request:
         prompt = spec.prompt_token_ids
@@ -205,6 +293,7 @@ class _Driver:
             self.index.content(prompt, spec.salt),
             num_prompt_tokens=len(prompt),
             max_tokens=spec.max_tokens,
+            arrival_ns=spec.arrive,
             priority=spec.priority,
             stop_token_ids=tuple(spec.stop or ()),
         )
@@ -236,6 +325,10 @@ class _Driver:
     def _on_invalid_evicted(self, block_ids: list[int]) -> None:
         if block_ids:
             self.record.setdefault("evict_inv", []).extend(block_ids)
+
+    def _on_partial_tails(self, request: Request, tails: list[BoundaryState]) -> bool:
+        self.record.setdefault("tails", []).append([request.request_id, [list(tail) for tail in tails]])
+        return False
 
     def _record_connector(self) -> None:
         if self.connector is not None:
@@ -269,6 +362,23 @@ class _Driver:
             record["fin_prev"] = sorted(out.finished_req_ids)
         if out.has_sync_kv_loads:
             record["sync_load"] = True
+        self._record_block_work(out)
+        drafts = {share.request.request_id: share.num_drafts for share in out.shares if share.num_drafts}
+        if drafts:
+            record["spec"] = drafts
+        if self.scheduler.speculation is not None and out.skip_drafts and out.total_num_scheduled_tokens:
+            record["skip_drafts"] = True
+
+    def _record_block_work(self, out: SchedulerOutput) -> None:
+        record = self.record
+        if out.block_copies:
+            record["cow"] = [list(copy) for copy in out.block_copies]
+        if out.blocks_to_zero:
+            record["zero"] = out.blocks_to_zero
+        if out.boundary_states and self.connector is not None:
+            record["boundary"] = {
+                request_id: [list(state) for state in states] for request_id, states in out.boundary_states.items()
+            }
 
     def _state(self) -> dict[str, Any]:
         scheduler, pool = self.scheduler, self.kv.pool
@@ -283,6 +393,10 @@ class _Driver:
         state["cached"] = pool.num_cached_keys
         sets = {"failed": sorted(scheduler.failed_recving), "recvd": sorted(scheduler.finished_recving)}
         state.update({name: ids for name, ids in sets.items() if ids})
+        if scheduler.fences.num_waiting_blocks:
+            state["deferred_frees"] = scheduler.fences.num_waiting_blocks
+        if scheduler.fences.waiting_loads:
+            state["deferred_loads"] = scheduler.fences.waiting_loads
         requests = {
             request_id: [
                 _SHORT_STATUS.get(request.status, request.status.name),
@@ -304,10 +418,32 @@ class _Driver:
 
 
 def _group_spec(group: GroupSpec, block_size: int) -> KVCacheGroupSpec:
+    is_mamba = group.type == "mamba"
     return KVCacheGroupSpec(
         kind=_GROUP_KINDS[group.type],
         block_size=group.block_size or block_size,
-        sliding_window=group.sliding_window,
+        sliding_window=group.sliding_window if group.type in ("swa", "swa_mla") else None,
+        attention_chunk_size=group.chunk if group.type == "chunked_local" else None,
+        mamba_cache_mode=group.mode if is_mamba else MAMBA_NONE,
+        num_speculative_blocks=group.spec_blocks if is_mamba else 0,
+        tokens_per_state=group.tokens_per_state if group.type == "mla" else 1,
+        extra_retained_tokens=group.extra_retained if group.type in ("swa", "swa_mla") else 0,
+        bounded_replay=group.bounded_replay and group.type == "swa_mla",
+        is_eagle=group.eagle,
+        bytes_per_token=0 if is_mamba else group.head_size,
+    )
+
+
+def _speculation(spec: Speculation | None) -> SpeculativeConfig | None:
+    if spec is None:
+        return None
+    return SpeculativeConfig(
+        num_speculative_tokens=spec.tokens,
+        method=spec.method,
+        num_mtp_layers=spec.mtp_layers,
+        disable_eagle_block_drop=spec.disable_block_drop,
+        disable_lookahead_block_hashes=spec.disable_lookahead_hashes,
+        parallel_drafting=spec.parallel_drafting,
     )
 
 

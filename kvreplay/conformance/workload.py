@@ -235,6 +235,7 @@ class Workload(Struct, frozen=True):
         return ScriptedConnector(
             {request.id: request.script for request in self.requests},
             {step: [event.reports for event in events] for step, events in self.events_by_step.items()},
+            requires_kv_delivery=self.engine.requires_kv_delivery,
         )
 
 

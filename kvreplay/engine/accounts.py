@@ -7,7 +7,7 @@ import numpy as np
 
 from kvreplay.engine.log import EngineLog
 from kvreplay.engine.request import Request
-from kvreplay.kv.block_pool import BlockPool
+from kvreplay.kv.cache_manager import KVCacheManager
 
 
 class RecomputeAccounts:
@@ -16,9 +16,8 @@ class RecomputeAccounts:
     Before that nothing can be evicted, so that nothing is missed.
     """
 
-    def __init__(self, log: EngineLog, pool: BlockPool, num_segments: int) -> None:
+    def __init__(self, log: EngineLog, num_segments: int) -> None:
         self._log = log
-        self._pool = pool
         self._cached_end = np.zeros(num_segments, np.int32)
         """Segment of the workload → absolute position up to which it has been cached here."""
 
@@ -33,27 +32,22 @@ class RecomputeAccounts:
         touched = ids[:count]
         self._cached_end[touched] = np.maximum(self._cached_end[touched], ends)
 
-    def note_admission(self, request: Request, num_local_tokens: int, block_size: int) -> None:
+    def note_admission(self, request: Request, num_local_tokens: int, kv: KVCacheManager) -> None:
         """A fresh lookup has found `num_local_tokens`; whatever more had been cached here is gone, or out of reach."""
         num_tokens = request.num_tokens
         starts, ids = request.content.segment_starts, request.content.segment_ids
         count = int(starts.searchsorted(num_tokens))
         cached_end = min(int(self._cached_end[ids[:count]].max()), num_tokens)
-        reachable = (num_tokens - 1) // block_size * block_size
+        reachable = (num_tokens - 1) // kv.block_size * kv.block_size
         if (
             num_local_tokens == reachable
-            and num_tokens % block_size == 0
-            and self._holds_last_block(request, block_size)
+            and num_tokens % kv.block_size == 0
+            and kv.is_cached_at(request.content.block_keys, num_tokens)  # computed again only because it cannot be hit
         ):
             request.seen_end, request.full_hit_end = min(cached_end, reachable), num_tokens
         else:
             request.seen_end, request.full_hit_end = cached_end, 0
         self.refresh(request)
-
-    def _holds_last_block(self, request: Request, block_size: int) -> bool:
-        """Whether the block with the last token is cached: it is computed again only because it cannot be hit."""
-        index = request.num_tokens // block_size - 1
-        return bool(self._pool.find(request.content.block_keys[index : index + 1])[0])
 
     def note_full_load(self, request: Request) -> None:
         """Every token was loaded; the last one is computed again to sample from it."""

@@ -6,9 +6,13 @@ Sources: vllm/config/scheduler.py, vllm/config/cache.py, vllm/config/kv_transfer
 from dataclasses import dataclass
 
 from kvreplay.errors import ConfigError
+from kvreplay.kv.cache_manager import DraftRules
 
 LOAD_FAILURE_POLICIES = ("fail", "recompute")
 KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
+POLICIES = ("fcfs", "priority")
+_EAGLE_METHODS = ("eagle", "eagle3", "mtp")
+SPECULATIVE_METHODS = (*_EAGLE_METHODS, "draft_model", "ngram")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +52,75 @@ class SchedulerConfig:
             )
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"scheduler.watermark must be in [0, 1), got {self.watermark}")
-        if self.policy != "fcfs":
-            raise ConfigError(f"scheduler.policy must be 'fcfs', got {self.policy!r}")
-        if self.async_scheduling:
-            raise ConfigError("scheduler.async_scheduling is not modelled yet; set it to false")
+        if self.policy not in POLICIES:
+            raise ConfigError(f"scheduler.policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
 
     @property
     def token_budget(self) -> int:
-        return self.max_num_scheduled_tokens or self.max_num_batched_tokens
+        """Tokens that a step may schedule, where drafts need no rows of their own."""
+        return min(self.max_num_scheduled_tokens or self.max_num_batched_tokens, self.max_num_batched_tokens)
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """Steps that overlap."""
+        return 2 if self.async_scheduling else 1
+
+    @property
+    def max_in_flight_tokens(self) -> int:
+        return self.max_concurrent_batches * self.max_num_batched_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """Speculative decoding, as the scheduler sees it (vllm/config/speculative.py, VllmConfig.num_*_tokens)."""
+
+    num_speculative_tokens: int
+    method: str = "eagle"
+    num_mtp_layers: int = 1
+    disable_eagle_block_drop: bool = False
+    disable_lookahead_block_hashes: bool = False
+    parallel_drafting: bool = False
+
+    def __post_init__(self) -> None:
+        if self.method not in SPECULATIVE_METHODS:
+            raise ConfigError(f"method must be one of {', '.join(SPECULATIVE_METHODS)}, got {self.method!r}")
+        if self.num_speculative_tokens <= 0:
+            raise ConfigError(f"num_speculative_tokens must be > 0, got {self.num_speculative_tokens}")
+
+    @property
+    def uses_hidden_states(self) -> bool:
+        """Whether drafts are made from the model's own states (vLLM: use_eagle)."""
+        return self.method in _EAGLE_METHODS
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Slots that the drafter writes beyond the scheduled tokens."""
+        return self.num_speculative_tokens if self.uses_hidden_states or self.method == "draft_model" else 0
+
+    @property
+    def num_draft_slots(self) -> int:
+        """Rows of input that each request needs beside its tokens (vLLM: max_num_new_slots_for_drafting)."""
+        if self.parallel_drafting:
+            return self.num_speculative_tokens - (0 if self.method == "draft_model" else 1)
+        return 1 if self.method == "draft_model" else 0
+
+    @property
+    def num_prefill_lookahead(self) -> int:
+        """Known tokens beyond a chunk that the drafter reads: one, or with several MTP modules one for each."""
+        if not self.uses_hidden_states:
+            return 0
+        has_modules = self.method == "mtp" and min(self.num_mtp_layers, self.num_speculative_tokens) > 1
+        return self.num_speculative_tokens if has_modules else 1
+
+    def cache_rules(self, *, enable_caching: bool, has_connector: bool) -> DraftRules:
+        """Without a connector hashes cover what drafts depend on; with one, hits lose their last block instead."""
+        drops_block = self.uses_hidden_states and not self.disable_eagle_block_drop
+        covers = drops_block and not self.disable_lookahead_block_hashes and enable_caching and not has_connector
+        return DraftRules(
+            num_hash_lookahead=self.num_prefill_lookahead if covers else 0,
+            num_prefill_lookahead=self.num_prefill_lookahead,
+            drops_block=drops_block and not covers,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,18 @@
 """What one step schedules and what it brings back (vLLM: v1/core/sched/output.py, v1/outputs.py)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvreplay.engine.connector import KVConnectorOutput
 from kvreplay.engine.request import Request
 from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.managers.mamba import BoundaryState
 
 
-class Share(NamedTuple):
-    """A request's share of one step: `num_tokens` from position `start` on."""
+@dataclass(slots=True, eq=False)
+class Share:
+    """A request's share of one step: `num_tokens` from position `start` on, the last `num_drafts` of them drafts."""
 
     request: Request
     start: int
@@ -21,6 +24,11 @@ class Share(NamedTuple):
     """Blocks taken for it in this step, per group."""
     num_local_tokens: int = 0
     num_external_tokens: int = 0
+    num_drafts: int = 0
+    samples: bool = True
+    """Whether the step samples a token for it: it does not end inside what is known."""
+    is_stale: bool = False
+    """The request was preempted while the step was in flight."""
 
     @property
     def end(self) -> int:
@@ -38,6 +46,15 @@ class SchedulerOutput:
     finished_req_ids: list[str] = field(default_factory=list)
     """Finished since the last schedule(), told to the workers."""
     has_sync_kv_loads: bool = False
+    prefill_scheduled: bool = False
+    """Whether a running request computes a chunk of its prompt."""
+    skip_drafts: bool = False
+    """Nobody could use the drafts that the step would propose."""
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    """(from, to): copied before the step writes."""
+    blocks_to_zero: list[int] = field(default_factory=list)
+    boundary_states: dict[str, list[BoundaryState]] = field(default_factory=dict)
+    """Mamba states that a connector may save, by request."""
     kv_connector_metadata: Any = None
     total_num_scheduled_tokens: int = 0
     num_prefill_tokens: int = 0
@@ -60,3 +77,5 @@ class RequestOutput(NamedTuple):
 @dataclass(slots=True)
 class ModelRunnerOutput:
     kv_connector_output: KVConnectorOutput | None = None
+    num_accepted: Mapping[str, int] = field(default_factory=dict)
+    """Request → drafts of its share that were right."""

@@ -1,109 +1,152 @@
 """What the scheduler does when an external load has failed (vLLM: Scheduler._handle_failed_recving,
-_handle_invalid_blocks, _update_requests_with_invalid_blocks; one KV cache group).
+_handle_invalid_blocks, _update_requests_with_invalid_blocks).
 
-Both return the ids whose output of this step is skipped; under policy `fail` they then end with FINISHED_ERROR.
+Reports by request work for any number of KV cache groups; reports by block are for one group only in vLLM 0.33.0. What
+other versions did with them is in `engine.history.hybrid_failures`, what should be done in `engine.ideal_recovery`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from kvreplay.engine.accounts import RecomputeAccounts
 from kvreplay.engine.output import SchedulerOutput
 from kvreplay.engine.request import Request, RequestStatus
+from kvreplay.errors import EngineFatal
 from kvreplay.kv.block_pool import BlockIds
 
 if TYPE_CHECKING:
     from kvreplay.engine.scheduler import Scheduler
 
-
-def handle_failed_recving(scheduler: Scheduler, request_ids: Sequence[str]) -> list[str]:
-    """Whole requests failed to load. Only parked ones count: a running request's report is ignored."""
-    affected = []
-    for request_id in request_ids:
-        request = scheduler.requests.get(request_id)
-        if request is None or request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
-            continue
-        affected.append(request_id)
-        _note_failed_load(scheduler, request, request.num_computed_tokens, 0, "request", None)
-        if scheduler.recompute_load_failures:
-            request.num_computed_tokens = 0
-            scheduler.failed_recving[request_id] = None
-    return [] if scheduler.recompute_load_failures else affected
+UNPACK_CRASH: Final = "unpack_crash"
+WHOLE_REQUEST: Final = "whole_request"
+REJECT: Final = "v0_33"
+LONGEST_VALID_PREFIX: Final = "ideal"
 
 
-def handle_invalid_blocks(scheduler: Scheduler, block_ids: Sequence[int], out: SchedulerOutput) -> list[str]:
-    """Blocks failed to load. Parked requests are scanned first, then running ones, each with marks of its own."""
-    invalid = np.array(sorted(set(block_ids)), np.int64)
-    if scheduler.log.wants_blocks:
-        scheduler.log.blocks("block.invalidated", None, 0, invalid)
-    scheduler.materialise_lockstep(out, holding=invalid)
-    scheduled = {share.request.request_id: share.num_tokens for share in out.shares}
-    parked = [
-        request for request in scheduler.kv_holding_waiting if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    ]
-    running = [request for request in scheduler.running.values() if request.lockstep_since is None]
-    failed_parked, _ = _truncate_at_invalid(scheduler, parked, invalid, scheduled)
-    failed_running, to_evict = _truncate_at_invalid(scheduler, running, invalid, scheduled)
-    if scheduler.recompute_load_failures:
-        scheduler.failed_recving.update(dict.fromkeys(failed_parked))
-        return failed_running
-    if to_evict:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureRules:
+    """`hybrid`: what a report by block does where there are several groups. `by_request`: whether the scheduler knows
+    reports by request."""
+
+    hybrid: str = REJECT
+    by_request: bool = True
+
+
+VLLM_0_33_FAILURES: Final = FailureRules()
+
+
+class Recovery:
+    """Both handlers return the ids whose output of this step is skipped; under policy `fail` they then end with
+    FINISHED_ERROR."""
+
+    def __init__(self, scheduler: Scheduler, *, recompute: bool, rules: FailureRules = VLLM_0_33_FAILURES) -> None:
+        self.recompute = recompute
+        self._scheduler = scheduler
+        self._rules = rules
+        self._is_hybrid = len(scheduler.kv.groups) > 1
+
+    def handle_failed_recving(self, request_ids: Sequence[str]) -> list[str]:
+        """Whole requests failed to load. Only parked ones count: a running request's report is ignored."""
+        scheduler = self._scheduler
+        affected: list[str] = []
+        for request_id in request_ids if self._rules.by_request else ():
+            request = scheduler.requests.get(request_id)
+            if request is None or request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+                continue
+            affected.append(request_id)
+            self._note_failed_load(request, request.num_computed_tokens, 0, "request", None)
+            if self.recompute:
+                request.num_computed_tokens = 0
+                scheduler.failed_recving[request_id] = None
+        return [] if self.recompute else affected
+
+    def handle_invalid_blocks(self, block_ids: Sequence[int], out: SchedulerOutput) -> list[str]:
+        """Blocks failed to load. Parked requests are scanned first, then running ones, each with marks of its own."""
+        scheduler = self._scheduler
+        invalid = np.array(sorted(set(block_ids)), np.int64)
+        if scheduler.log.wants_blocks:
+            scheduler.log.blocks("block.invalidated", None, 0, invalid)
+        if self._is_hybrid:
+            raise EngineFatal(
+                "RuntimeError",
+                "A KV connector reported block-level load failures (invalid_block_ids) which is not supported for "
+                "models with multiple KV cache groups. Connectors must report failed requests via "
+                "KVConnectorTransferResults.failed_recving instead.",
+            )
+        scheduler.materialise_lockstep(out, holding=invalid)
+        scheduled = {share.request.request_id: share.num_tokens for share in out.shares}
+        failed_parked, _ = self._truncate_at_invalid(self._parked(), invalid, scheduled)
+        running = [request for request in scheduler.running.values() if request.lockstep_since is None]
+        failed_running, to_evict = self._truncate_at_invalid(running, invalid, scheduled)
+        if self.recompute:
+            scheduler.failed_recving.update(dict.fromkeys(failed_parked))
+            return failed_running
+        if to_evict:
+            self._evict(to_evict, running)
+        return failed_parked + [request_id for request_id in failed_running if request_id not in failed_parked]
+
+    def _parked(self) -> list[Request]:
+        return [
+            request
+            for request in self._scheduler.kv_holding_waiting
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        ]
+
+    def _evict(self, block_ids: list[int], holders: Iterable[Request]) -> None:
+        scheduler = self._scheduler
         if scheduler.accounts is not None:
-            for request in running:
+            for request in holders:
                 scheduler.accounts.remember_cached(request, scheduler.kv.num_cached_tokens(request.request_id))
-        evicted = scheduler.kv.evict_blocks(to_evict)
+        evicted = scheduler.kv.evict_blocks(block_ids)
         scheduler.log.evicted(len(evicted), 0, "load-failure")
         if scheduler.on_invalid_evicted is not None:
             scheduler.on_invalid_evicted(evicted)
-    return failed_parked + failed_running
 
+    def _truncate_at_invalid(
+        self, requests: Iterable[Request], invalid: BlockIds, scheduled: dict[str, int]
+    ) -> tuple[list[str], list[int]]:
+        """Cut each affected request back to its longest valid prefix.
 
-def _truncate_at_invalid(
-    scheduler: Scheduler,
-    requests: Iterable[Request],
-    invalid: BlockIds,
-    scheduled: dict[str, int],
-) -> tuple[list[str], list[int]]:
-    """Cut each affected request back to its longest valid prefix.
+        Returns the affected ids, and the blocks from each cut on (bad ones and what was built on them). A bad block
+        that an earlier request of the scan has claimed is left to that one to recompute.
+        """
+        kv = self._scheduler.kv
+        block_size = kv.block_size
+        marked: set[int] = set()
+        affected: list[str] = []
+        downstream: dict[int, None] = {}
+        for request in requests:
+            ids = kv.block_arrays(request.request_id)[0]
+            computed_before = request.num_computed_tokens - scheduled.get(request.request_id, 0)
+            bad_places = np.isin(ids[: max(-(-computed_before // block_size), 0)], invalid).nonzero()[0]
+            if not len(bad_places):
+                continue
+            affected.append(request.request_id)
+            request.taint = 0
+            request.tainted_by = None
+            bad = ids[bad_places].tolist()
+            mine = [place for place, block_id in zip(bad_places.tolist(), bad, strict=True) if block_id not in marked]
+            marked.update(bad)
+            if not mine:
+                request.num_computed_tokens = computed_before
+                continue
+            kept = mine[0] * block_size
+            self._note_failed_load(request, computed_before, kept, "blocks", bad)
+            request.num_computed_tokens = kept
+            downstream.update(dict.fromkeys(ids[mine[0] :].tolist()))
+        return affected, sorted(downstream)
 
-    Returns the affected ids, and the blocks from each cut on (bad ones and what was built on them). A bad block that
-    an earlier request of the scan has claimed is left to that one to recompute.
-    """
-    block_size = scheduler.kv.block_size
-    marked: set[int] = set()
-    affected: list[str] = []
-    downstream: dict[int, None] = {}
-    for request in requests:
-        ids = scheduler.kv.block_arrays(request.request_id)[0]
-        computed_before = request.num_computed_tokens - scheduled.get(request.request_id, 0)
-        bad_places = np.isin(ids[: -(-computed_before // block_size)], invalid).nonzero()[0]
-        if not len(bad_places):
-            continue
-        affected.append(request.request_id)
-        request.taint = 0
-        request.tainted_by = None
-        bad = ids[bad_places].tolist()
-        mine = [place for place, block_id in zip(bad_places.tolist(), bad, strict=True) if block_id not in marked]
-        marked.update(bad)
-        if not mine:
-            request.num_computed_tokens = computed_before
-            continue
-        kept = mine[0] * block_size
-        _note_failed_load(scheduler, request, computed_before, kept, "blocks", bad)
-        request.num_computed_tokens = kept
-        downstream.update(dict.fromkeys(ids[mine[0] :].tolist()))
-    return affected, sorted(downstream)
-
-
-def _note_failed_load(
-    scheduler: Scheduler, request: Request, promised: int, kept: int, level: str, block_ids: list[int] | None
-) -> None:
-    if scheduler.failure_reason is not None:
-        request.load_error = scheduler.failure_reason(request.request_id) or request.load_error
-    request.failed_load_handle = scheduler.log.load_failed(request, promised - kept, level, block_ids)
-    request.failed_load_end = max(request.failed_load_end, promised)
-    RecomputeAccounts.refresh(request)
+    def _note_failed_load(
+        self, request: Request, promised: int, kept: int, level: str, block_ids: list[int] | None
+    ) -> None:
+        scheduler = self._scheduler
+        if scheduler.failure_reason is not None:
+            request.load_error = scheduler.failure_reason(request.request_id) or request.load_error
+        request.failed_load_handle = scheduler.log.load_failed(request, promised - kept, level, block_ids)
+        request.failed_load_end = max(request.failed_load_end, promised)
+        RecomputeAccounts.refresh(request)

@@ -37,6 +37,7 @@ class Request:
         "attempts",
         "clean_until",
         "content",
+        "drop_stale_output",
         "failed_load_end",
         "failed_load_handle",
         "first_token_ns",
@@ -44,6 +45,7 @@ class Request:
         "is_loading",
         "is_prefill_chunk",
         "kv_transfer_params",
+        "last_scheduled_seq",
         "load_error",
         "lockstep_keys",
         "lockstep_order",
@@ -54,11 +56,14 @@ class Request:
         "lost_computed_handle",
         "max_tokens",
         "num_computed_tokens",
+        "num_draft_tokens",
         "num_external_tokens",
         "num_in_flight_tokens",
+        "num_output_placeholders",
         "num_output_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_stale_output_tokens",
         "num_tokens",
         "output_taint",
         "parked_since_ns",
@@ -66,6 +71,7 @@ class Request:
         "recompute_end",
         "request_id",
         "seen_end",
+        "shared_prefix_boundary",
         "skip_reading_prefix_cache",
         "status",
         "stop_token_ids",
@@ -109,6 +115,18 @@ class Request:
         """Tokens that its last external load was for."""
         self.num_preemptions = 0
         self.is_prefill_chunk = False
+        self.num_draft_tokens = 0
+        """Drafts proposed for its next step."""
+        self.num_output_placeholders = 0
+        """With overlapping steps: tokens that steps in flight will sample, drafts included."""
+        self.num_stale_output_tokens = 0
+        """Tokens of steps that were in flight when it was preempted."""
+        self.drop_stale_output = False
+        """What they bring is dropped, not delivered."""
+        self.last_scheduled_seq = 0
+        """The last step with tokens that it was scheduled in, where frees wait for steps in flight."""
+        self.shared_prefix_boundary = 0
+        """Where its last lookup left a prefix that others share, but not every group holds; 0 for none."""
         self.arrival_order = 0
         """Place among the instance's requests, by arrival."""
         self.lockstep_since: int | None = None

@@ -5,7 +5,8 @@ its tokens. Requests that only decode can be kept in `Lockstep`, where they are 
 to them; the decisions are the same, and everything that looks at such a request first takes it out.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from itertools import count
 from typing import NamedTuple
@@ -13,20 +14,23 @@ from typing import NamedTuple
 import numpy as np
 
 from kvreplay.engine.accounts import RecomputeAccounts
-from kvreplay.engine.config import SchedulerConfig
+from kvreplay.engine.chunks import chunk_rules
+from kvreplay.engine.config import SchedulerConfig, SpeculativeConfig
 from kvreplay.engine.connector import KVConnectorOutput, SchedulerConnector
+from kvreplay.engine.fences import Fences
 from kvreplay.engine.lockstep import Lockstep
 from kvreplay.engine.log import EngineLog
 from kvreplay.engine.output import ModelRunnerOutput, RequestOutput, SchedulerOutput, Share
-from kvreplay.engine.queues import RequestQueue
-from kvreplay.engine.recovery import handle_failed_recving, handle_invalid_blocks
+from kvreplay.engine.queues import PriorityQueue, RequestQueue
+from kvreplay.engine.recovery import VLLM_0_33_FAILURES, FailureRules, Recovery
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.sampler import Sampler
 from kvreplay.errors import EngineFatal
 from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.block_table import BlockTable
-from kvreplay.kv.cache_manager import BlocksOfRequest, Hit, KVCacheManager
-from kvreplay.kv.specs import FULL
+from kvreplay.kv.cache_manager import BlocksOfRequest, KVCacheManager
+from kvreplay.kv.lookup import Hit, truncated
+from kvreplay.kv.managers.mamba import BoundaryState
 
 LIVELOCK_ATTEMPTS = 1000
 """A request that has been parked or preempted so often without a token in between never gets anywhere."""
@@ -66,11 +70,34 @@ class _Misfit(NamedTuple):
     """Blocks that had ever been cached then: it cannot have gained more hits than have come since."""
 
 
-class Scheduler:
-    """One engine instance's scheduler. `schedule` and `update_from_output` alternate, first in, first out.
+@dataclass(slots=True)
+class _Admission:
+    """What a queue's head would be admitted with."""
 
-    `recompute_load_failures`: `kv_load_failure_policy` is `recompute`; else it is `fail`. `output_is_shared`: some
-    request could hit blocks that hold another one's output.
+    request: Request
+    hit: Hit | None = None
+    """None where nothing was looked up: it goes on from what it holds."""
+    num_local: int = 0
+    num_external: int = 0
+    is_async: bool = False
+    computed: int = 0
+    """Tokens whose KV is there, or will be: the first that is scheduled comes after them."""
+    num_tokens: int = 0
+    num_replay: int = 0
+    """Tokens of the hit that are computed again, because nothing holds their window."""
+    num_drafts: int = 0
+
+
+class Scheduler:
+    """One engine instance's scheduler. `schedule` and `update_from_output` alternate, first in, first out; with
+    overlapping steps the next is scheduled before the output of the last is taken in.
+
+    `recompute_load_failures`: `kv_load_failure_policy` is `recompute`; else it is `fail`.
+    `output_is_shared`: some request could hit blocks that hold another one's output.
+    `cache_block_size`: what chunks are aligned to for Mamba, if not its group's block size.
+    `divergent_hits`: the connector can bring a Mamba state that is missing at the end of full attention's hit.
+    `defer_async_loads`: loads, too, wait for steps in flight.
+    `loads_every_group`: a load brings all of a request's own blocks, also those that no prefix cache could hold.
     """
 
     def __init__(
@@ -82,9 +109,16 @@ class Scheduler:
         log: EngineLog,
         *,
         recompute_load_failures: bool = False,
+        failure_rules: FailureRules = VLLM_0_33_FAILURES,
         accounts: RecomputeAccounts | None = None,
         use_lockstep: bool = False,
         output_is_shared: bool = False,
+        kv_role: str = "",
+        speculation: SpeculativeConfig | None = None,
+        cache_block_size: int | None = None,
+        divergent_hits: bool = False,
+        defer_async_loads: bool = False,
+        loads_every_group: bool = False,
     ) -> None:
         self.config = config
         self.kv = kv
@@ -93,15 +127,32 @@ class Scheduler:
         self.sampler = sampler
         self.log = log
         self.accounts = accounts
-        self.recompute_load_failures = recompute_load_failures
+        self.recovery = Recovery(self, recompute=recompute_load_failures, rules=failure_rules)
+        self.speculation = speculation
+        self._num_spec_tokens = speculation.num_speculative_tokens if speculation is not None else 0
+        self._num_lookahead_tokens = speculation.num_lookahead_tokens if speculation is not None else 0
+        self._num_draft_slots = speculation.num_draft_slots if speculation is not None else 0
+        self._chunks = chunk_rules(config, kv, speculation, cache_block_size)
+        self._num_step_slots = 1 + self._num_spec_tokens + self._num_lookahead_tokens if self._num_spec_tokens else 0
+        self._step_blocks = kv.blocks_of_tokens(self._num_step_slots)
+        self._is_async = config.async_scheduling
+        self._by_priority = config.policy == "priority"
+        self._is_producer = kv_role in ("kv_producer", "kv_both")
+        is_consumer = kv_role in ("kv_consumer", "kv_both")
+        self.fences = Fences(enabled=connector is not None and self._is_async and is_consumer)
+        self._defer_async_loads = self.fences.enabled and defer_async_loads
+        self._divergent_hits = divergent_hits
+        self._loads_every_group = loads_every_group
+        self._replay_groups = frozenset(group for group, spec in enumerate(kv.groups) if spec.prefix_replay_tokens)
+        self._cacheable_groups = frozenset(group for group, spec in enumerate(kv.groups) if spec.prefix_cacheable)
         self._output_is_shared = output_is_shared
         self.max_num_active = min(config.max_num_active_seqs or config.max_num_seqs, config.max_num_seqs)
 
         self.requests: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
         """In order of admission."""
-        self.waiting = RequestQueue()
-        self.kv_holding_waiting = RequestQueue()
+        self.waiting = PriorityQueue() if self._by_priority else RequestQueue()
+        self.kv_holding_waiting = PriorityQueue() if self._by_priority else RequestQueue()
         self.deferred_waiting: dict[str, Request] = {}
         self.inflight_prefills: dict[str, Request] = {}
         self.finished_recving: dict[str, None] = {}
@@ -116,6 +167,8 @@ class Scheduler:
         self.on_promoted: Callable[[Request], None] | None = None
         self.failure_reason: Callable[[str], str | None] | None = None
         """What the connector says of a request's failed load."""
+        self.on_partial_tails: Callable[[Request, list[BoundaryState]], bool] | None = None
+        """A producer's request ends in a state inside a block: whether its blocks must be kept for it."""
         self.skipped: list[str] = []
         """Requests whose output of the last processed step was dropped."""
 
@@ -135,19 +188,27 @@ class Scheduler:
         self._can_lockstep = (
             use_lockstep
             and len(kv.groups) == 1
-            and kv.groups[0].kind == FULL
+            and kv.groups[0].is_full_attention
+            and speculation is None
+            and not self._is_async
+            and not self._by_priority
             and config.long_prefill_token_threshold == 0
             and config.prefill_schedule_interval == 1
             and config.token_budget >= config.max_num_seqs
         )
         self._scan = _Scan.UNKNOWN
         self._full_sequence_must_fit = (
-            config.scheduler_reserve_full_isl and len(kv.groups) == 1 and kv.groups[0].kind == FULL
+            config.scheduler_reserve_full_isl and len(kv.groups) == 1 and kv.groups[0].is_full_attention
         )
         self._misfit: _Misfit | None = None
         self._ready_holding: dict[str, None] = {}
         """Requests in `kv_holding_waiting` that are not parked: their load is over, and they did not fit yet."""
-        self._may_settle = (connector is None or connector.lookup_is_pure) and config.prefill_schedule_interval == 1
+        self._may_settle = (
+            (connector is None or connector.lookup_is_pure)
+            and config.prefill_schedule_interval == 1
+            and speculation is None
+            and not self._is_async
+        )
         self._explicit: dict[str, Request] = {}
         """Running requests that are not in lockstep, in order of admission."""
 
@@ -192,22 +253,23 @@ class Scheduler:
 
         Raises EngineFatal where the real scheduler dies.
         """
-        assert self._in_flight is None, "one step at a time"
+        assert self._in_flight is None or self._is_async, "one step at a time"
         self.step += 1
         self._in_step = True
-        out = SchedulerOutput(self.step)
+        out = SchedulerOutput(self.step, skip_drafts=self._num_lookahead_tokens > 0)
+        self.kv.start_step()
         if self.lockstep and not self._lockstep_is_exact():
             self._dissolve_lockstep()
         defer_prefills = self._defers_prefills()
         threshold = self._long_prefill_threshold()
-        budget = self._schedule_running(out, self.config.token_budget, threshold, defer_prefills=defer_prefills)
+        self._schedule_running(out, threshold, defer_prefills=defer_prefills)
         prefill_admitted = False
         if out.shares:
             self._blocks_changed()
         if self._output_is_shared and self.lockstep:
             self._cache_filled_blocks()  # what this step fills may be what the first in the queue waits to hit
         if not out.preempted and self._scan is _Scan.UNKNOWN:
-            prefill_admitted = self._schedule_waiting(out, budget, threshold, defer_prefills=defer_prefills)
+            prefill_admitted = self._schedule_waiting(out, threshold, defer_prefills=defer_prefills)
             if not defer_prefills:
                 self._prefill_capacity_bound = self.num_waiting > len(self.deferred_waiting)
         self._finish_schedule(out, prefill_admitted=prefill_admitted)
@@ -250,36 +312,41 @@ class Scheduler:
             and any(not request.is_prefill_chunk for request in self.running.values())
         )
 
+    def _budget_left(self, out: SchedulerOutput) -> int:
+        """Tokens that one more request may get in this step."""
+        used = out.total_num_scheduled_tokens + len(self.lockstep)
+        left = self.config.token_budget - used
+        if not self._num_draft_slots:
+            return left
+        rows = used + self._num_draft_slots * (len(out.shares) + 1)
+        return min(left, self.config.max_num_batched_tokens - rows)
+
     # -- running requests -------------------------------------------------------------------------------------
 
-    def _schedule_running(self, out: SchedulerOutput, budget: int, threshold: int, *, defer_prefills: bool) -> int:
-        """Phase 1, in order of admission. Returns the token budget left."""
+    def _schedule_running(self, out: SchedulerOutput, threshold: int, *, defer_prefills: bool) -> None:
+        """Phase 1, in order of admission."""
         lockstep = self.lockstep
         growing = lockstep.needing_blocks(self.step) if lockstep else []
         if not self._explicit:
             if len(growing) <= self.pool.num_free:
                 self._grow_all(growing)
-                return budget - len(lockstep)
+                return
             for request in growing:
                 if request.lockstep_since is not None and not self._grow(request, out):
                     break
-            return budget - len(lockstep)
+            return
         # Whose block is hashed first matters where two may hold the same output.
         filling = lockstep.filling_blocks(self.step) if lockstep and self._output_is_shared else []
-        if not growing and not filling:
-            budget -= len(lockstep)
-            for request in list(self._explicit.values()):
-                if budget <= 0:
-                    break
-                if request.status is not RequestStatus.RUNNING:
-                    continue
-                granted = self._schedule_running_one(request, out, budget, threshold, defer_prefills=defer_prefills)
-                if granted is None:
-                    break
-                budget -= granted
-            # Members preempted in favour of an explicit request gave their token back.
-            return self.config.token_budget - out.total_num_scheduled_tokens - len(lockstep)
-        return self._schedule_running_merged(out, growing, filling, threshold, defer_prefills=defer_prefills)
+        if growing or filling:
+            self._schedule_running_merged(out, growing, filling, threshold, defer_prefills=defer_prefills)
+            return
+        for request in list(self._explicit.values()):
+            if self._budget_left(out) <= 0:
+                break
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            if not self._schedule_running_one(request, out, threshold, defer_prefills=defer_prefills):
+                break
 
     def _schedule_running_merged(
         self,
@@ -289,7 +356,7 @@ class Scheduler:
         threshold: int,
         *,
         defer_prefills: bool,
-    ) -> int:
+    ) -> None:
         """Phase 1 where both kinds want blocks, or hash them: in order of admission."""
         todo = dict.fromkeys([*growing, *filling, *self._explicit.values()])
         for request in sorted(todo, key=lambda request: request.lockstep_order):
@@ -301,43 +368,75 @@ class Scheduler:
                 if request in filling:
                     self._cache_filled(request, self._table(request))
                 continue
-            budget = self.config.token_budget - out.total_num_scheduled_tokens - len(self.lockstep)
-            if budget <= 0:
+            if self._budget_left(out) <= 0:
                 break
-            if self._schedule_running_one(request, out, budget, threshold, defer_prefills=defer_prefills) is None:
+            if not self._schedule_running_one(request, out, threshold, defer_prefills=defer_prefills):
                 break
-        return self.config.token_budget - out.total_num_scheduled_tokens - len(self.lockstep)
 
     def _schedule_running_one(
-        self, request: Request, out: SchedulerOutput, budget: int, threshold: int, *, defer_prefills: bool
-    ) -> int | None:
-        """Tokens given to one running request; None ends the phase."""
+        self, request: Request, out: SchedulerOutput, threshold: int, *, defer_prefills: bool
+    ) -> bool:
+        """Give one running request its tokens, or none. False ends the phase."""
         if defer_prefills and request.is_prefill_chunk:
-            return 0
+            return True
+        if request.num_output_placeholders and self._reaches_max_tokens(request):
+            return True
         start = request.num_computed_tokens
-        wanted = request.num_tokens - start
+        wanted = request.num_tokens + request.num_draft_tokens + request.num_output_placeholders - start
         if 0 < threshold < wanted:
             wanted = threshold
-        num_tokens = min(wanted, budget, self.config.max_model_len - start - 1)
+        num_tokens = min(wanted, self._budget_left(out), self.config.max_model_len - start - 1)
+        if num_tokens > 0:
+            num_tokens = self._chunks.aligned(request, start, num_tokens)
+            num_tokens = self._chunks.outside_lookahead(request, start, num_tokens)
         if num_tokens <= 0:
-            return 0
+            return True
         new_blocks = self._allocate_or_preempt(request, num_tokens, out)
         if new_blocks is None:
-            return None
+            # By priority, one that gave way to the others leaves room for those behind it.
+            return self._by_priority and request.status is RequestStatus.PREEMPTED
         self._cache_computed(request, start + num_tokens)
-        self._add_share(out, Share(request, start, num_tokens, False, False, new_blocks))
-        return num_tokens
+        share = Share(request, start, num_tokens, False, False, new_blocks)
+        out.prefill_scheduled |= request.is_prefill_chunk
+        self._note_drafts(share, out)
+        self._add_share(out, share)
+        return True
+
+    @staticmethod
+    def _reaches_max_tokens(request: Request) -> bool:
+        """Whether steps in flight reach `max_tokens` even if all of their drafts are wrong."""
+        sure = request.num_computed_tokens + 2 - request.num_output_placeholders
+        return sure >= request.num_prompt_tokens + request.max_tokens
+
+    def _note_drafts(self, share: Share, out: SchedulerOutput) -> None:
+        """The share's drafts are verified in this step; new ones may be proposed after it."""
+        request = share.request
+        if request.num_draft_tokens:
+            beyond = share.end - request.num_tokens - request.num_output_placeholders
+            share.num_drafts = max(0, min(beyond, request.num_draft_tokens))
+            request.num_draft_tokens = 0
+        out.skip_drafts = out.skip_drafts and self._drafts_go_unused(share)
+
+    @staticmethod
+    def _drafts_go_unused(share: Share) -> bool:
+        """Whether no step can verify what would be drafted after this one (vLLM: _drafts_unused)."""
+        request = share.request
+        if share.end < request.num_tokens:
+            return True
+        sure = request.num_output_tokens + 1 + (1 if request.num_output_placeholders else 0)
+        return sure >= request.max_tokens
 
     def _allocate_or_preempt(
         self, request: Request, num_tokens: int, out: SchedulerOutput
     ) -> tuple[BlockIds, ...] | None:
-        """Slots for a running request, at the expense of the last admitted ones if need be."""
+        """Slots for a running request, at the expense of the least urgent ones if need be."""
         while True:
             new_blocks = self.kv.allocate_slots(
                 request.request_id,
                 num_computed_tokens=request.num_computed_tokens,
                 num_tokens=request.num_tokens,
                 num_new_tokens=num_tokens,
+                num_lookahead_tokens=self._num_lookahead_tokens,
                 num_in_flight_tokens=request.num_in_flight_tokens,
             )
             if new_blocks is not None:
@@ -345,20 +444,36 @@ class Scheduler:
                 return new_blocks
             if self.connector is not None and self.connector.has_pending_block_frees():
                 return None
-            victim = self._preempt_last(out)
+            victim = self._victim()
+            if not self.fences.has_passed(victim.last_scheduled_seq):
+                return None  # its blocks would not come back now
+            self._take_back(victim, out)
             if victim is request:
                 return None
 
-    def _preempt_last(self, out: SchedulerOutput) -> Request:
-        victim = next(reversed(self.running.values()))
+    def _victim(self) -> Request:
+        if not self._by_priority:
+            return next(reversed(self.running.values()))
+        return max(self.running.values(), key=lambda request: (request.priority, request.arrival_ns))
+
+    def _take_back(self, victim: Request, out: SchedulerOutput) -> None:
+        """Preempt a running request within schedule(), and undo what the step has given it."""
         if victim.lockstep_since is not None:
             self._leave_lockstep(victim)
-        self._preempt(victim)
+        for index, share in enumerate(out.shares if self._by_priority else ()):
+            if share.request is victim:
+                del out.shares[index]
+                out.total_num_scheduled_tokens -= share.num_tokens
+                break
+        drops = self.connector is not None and self.connector.requires_kv_delivery
+        self._preempt(victim, drop_stale_output=drops)
         out.preempted.append(victim.request_id)
-        return victim
 
-    def _preempt(self, victim: Request) -> None:
-        """Take back everything a running request holds; it will be looked up afresh."""
+    def _preempt(self, victim: Request, *, drop_stale_output: bool = False) -> None:
+        """Take back everything a running request holds; it will be looked up afresh.
+
+        What steps in flight bring is delivered all the same, unless `drop_stale_output`.
+        """
         assert victim.status is RequestStatus.RUNNING, victim
         del self.running[victim.request_id]
         self._explicit.pop(victim.request_id, None)
@@ -370,6 +485,13 @@ class Scheduler:
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
         victim.is_prefill_chunk = False
+        victim.num_draft_tokens = 0
+        # A share that is being dropped stays dropped: its positions have been sampled again.
+        victim.drop_stale_output = drop_stale_output or (
+            victim.drop_stale_output and victim.num_stale_output_tokens > 0
+        )
+        victim.num_stale_output_tokens = victim.num_in_flight_tokens
+        victim.num_output_placeholders = 0
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self._count_attempt(victim)
@@ -379,9 +501,9 @@ class Scheduler:
 
     # -- waiting requests -------------------------------------------------------------------------------------
 
-    def _schedule_waiting(self, out: SchedulerOutput, budget: int, threshold: int, *, defer_prefills: bool) -> bool:
+    def _schedule_waiting(self, out: SchedulerOutput, threshold: int, *, defer_prefills: bool) -> bool:
         """Phase 2: admit from the queues. Returns whether a prompt with more than its last token left was admitted."""
-        if budget <= 0 or not self.num_waiting or len(self.running) >= self.max_num_active:
+        if self._budget_left(out) <= 0 or not self.num_waiting or len(self.running) >= self.max_num_active:
             return False
         if self.lockstep:
             self._cache_filled_blocks()
@@ -395,14 +517,14 @@ class Scheduler:
         may_settle = self._may_settle and not defer_prefills
         # Parked requests without a report are passed over one by one, which changes nothing: leave them.
         scans_holding = bool(self.finished_recving or self._ready_holding)
-        while budget > 0 and len(self.running) < self.max_num_active:
+        while self._budget_left(out) > 0 and len(self.running) < self.max_num_active:
             queue = self.kv_holding_waiting if scans_holding and self.kv_holding_waiting else self.waiting
             if not queue:
                 if may_settle:
                     self._scan = _Scan.EXHAUSTED
                 break
             request = queue.peek()
-            share = self._admit(request, budget, threshold, out, defer_prefills=defer_prefills)
+            share = self._admit(request, threshold, out, defer_prefills=defer_prefills)
             if share is _Head.STOP:
                 if may_settle:
                     self._scan = _Scan.BLOCKED
@@ -422,7 +544,6 @@ class Scheduler:
             assert isinstance(share, Share)
             prefill_admitted |= share.start < request.num_tokens - 1
             self._start_running(request, share, out)
-            budget -= share.num_tokens
         if scans_holding:
             self.kv_holding_waiting.prepend_all(skipped_holding)
         else:
@@ -441,82 +562,41 @@ class Scheduler:
             return False
         return misfit.least_blocks - (self.pool.num_inserted - misfit.num_inserted) > self.pool.num_free
 
-    def _admit(
-        self, request: Request, budget: int, threshold: int, out: SchedulerOutput, *, defer_prefills: bool
-    ) -> Share | _Head:
+    def _admit(self, request: Request, threshold: int, out: SchedulerOutput, *, defer_prefills: bool) -> Share | _Head:
         """Admit the head of a queue to run, or into a load, or not."""
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             if request.request_id not in self.finished_recving:
                 return _Head.SKIP
             self._promote(request)
             out.made_progress = True
-
-        hit: Hit | None = None
-        num_local = num_external = 0
-        is_async = False
-        if request.num_computed_tokens == 0:
-            hit, num_local = self._local_hit(request)
-            if self.connector is not None:
-                external, is_async = self.connector.get_num_new_matched_tokens(request, num_local)
-                if request.skip_reading_prefix_cache:
-                    external, is_async = 0, False
-                self.log.lookup(request, external, is_async=is_async)
-                if external is None:
-                    assert not self._may_settle, "a pure lookup has an answer"
-                    return _Head.SKIP
-                num_external = external
-            computed = num_local + num_external
-            if computed > request.num_tokens:
-                raise EngineFatal("AssertionError")
-        else:
-            computed = request.num_computed_tokens
-
-        if is_async:
-            num_tokens = 0
-            if num_external <= 0:
-                raise EngineFatal("AssertionError")
-        elif defer_prefills and computed < request.num_tokens - 1:
-            return _Head.STOP
-        else:
-            num_tokens = request.num_tokens - computed
-            if 0 < threshold < num_tokens:
-                num_tokens = threshold
-            if not self.config.enable_chunked_prefill and num_tokens > budget:
-                return _Head.STOP
-            num_tokens = min(num_tokens, budget)
-            if num_tokens <= 0:
-                raise EngineFatal("AssertionError")
-
-        new_blocks = self.kv.allocate_slots(
-            request.request_id,
-            num_computed_tokens=request.num_computed_tokens,
-            num_tokens=request.num_tokens,
-            num_new_tokens=num_tokens,
-            hit=hit,
-            num_local_tokens=num_local,
-            num_external_tokens=num_external,
-            num_in_flight_tokens=request.num_in_flight_tokens,
-            full_sequence_must_fit=self.config.scheduler_reserve_full_isl,
-            apply_watermark=bool(self.running),
-            reserved_blocks=self._reserved_blocks() if is_async else 0,
-        )
+        if request.num_stale_output_tokens and not request.drop_stale_output:
+            return _Head.SKIP  # what it resumed with could sample again what is still to be delivered
+        admission = _Admission(request, computed=request.num_computed_tokens)
+        if request.num_computed_tokens == 0 and not self._look_up(admission):
+            return _Head.SKIP
+        refused = self._size_chunk(admission, threshold, out, defer_prefills=defer_prefills)
+        if refused is not None:
+            return refused
+        new_blocks = self._allocate_admission(admission)
         if new_blocks is None:
-            if hit is not None and self._may_settle and not num_external:
-                least = -(-request.num_tokens // self.kv.block_size) - sum(len(blocks) for blocks in hit)
-                self._misfit = _Misfit(request, request.num_tokens, least, self.pool.num_inserted)
             return _Head.STOP
-        self._note_allocated(request, new_blocks)
-        if hit is not None and self.accounts is not None:
-            self.accounts.note_admission(request, num_local, self.kv.block_size)
-        if not is_async:
-            self._cache_computed(request, computed + num_tokens)
+        if admission.num_drafts and admission.num_tokens != 1 + admission.num_drafts:
+            raise EngineFatal("AssertionError")
+        computed, num_external = admission.computed, admission.num_external
+        if admission.hit is not None and self.accounts is not None:
+            self.accounts.note_admission(request, admission.num_local, self.kv)
+        if not admission.is_async:
+            past_hit = max(admission.num_tokens - admission.num_replay, 0)
+            self._cache_computed(request, computed + admission.num_replay + past_hit)
         if self.connector is not None:
-            self.connector.update_state_after_alloc(request, BlocksOfRequest(self.kv, request.request_id), num_external)
-            if num_external:
-                self.log.allocated(request, num_external)
+            if admission.is_async and self._defer_async_loads and not self.fences.has_passed(self.fences.scheduled):
+                request.last_scheduled_seq = self.fences.scheduled
+                self.fences.load_later(request.request_id, num_external)
+            else:
+                self._tell_connector(request, num_external)
         if num_external:
             self.log.load_started(request, num_external, -(-num_external // self.kv.block_size))
-        if is_async:
+        if admission.is_async:
             self._park(request, computed, num_external)
             out.made_progress = True
             return _Head.SKIP
@@ -524,17 +604,174 @@ class Scheduler:
             out.has_sync_kv_loads = True
         request.num_computed_tokens = computed
         was_preempted = request.status is RequestStatus.PREEMPTED
-        return Share(request, computed, num_tokens, True, was_preempted, new_blocks, num_local, num_external)
+        return Share(
+            request,
+            computed,
+            admission.num_tokens,
+            True,
+            was_preempted,
+            new_blocks,
+            admission.num_local,
+            num_external,
+            admission.num_drafts,
+        )
 
-    def _local_hit(self, request: Request) -> tuple[Hit, int]:
+    def _tell_connector(self, request: Request, num_external: int) -> None:
+        assert self.connector is not None
+        self.connector.update_state_after_alloc(request, BlocksOfRequest(self.kv, request.request_id), num_external)
+        if num_external:
+            self.log.allocated(request, num_external)
+
+    def _look_up(self, admission: _Admission) -> bool:
+        """What of the request is cached here, and what a connector has beyond. False: ask again in the next step."""
+        request = admission.request
+        diverged = self._find_local(admission)
+        if self.connector is not None:
+            unaligned = admission.num_local % self.kv.block_size
+            external, is_async = self.connector.get_num_new_matched_tokens(request, admission.num_local - unaligned)
+            if request.skip_reading_prefix_cache:
+                external, is_async = 0, False
+            self.log.lookup(request, external, is_async=is_async)
+            if external is None:
+                assert not self._may_settle, "a pure lookup has an answer"
+                return False
+            if self._replay_groups and not (external and self._load_brings_window):
+                # What is computed again starts at a block's start.
+                external -= external % self.kv.block_size
+                is_async = is_async and external > 0
+            self._combine(admission, external, unaligned, is_async=is_async)
+            if diverged and not admission.num_external:
+                self._find_local(admission, reconciled=True)
+        admission.computed = admission.num_local + admission.num_external
+        if admission.computed > request.num_tokens:
+            raise EngineFatal("AssertionError")
+        if not self._brings_window(admission) and 0 < admission.computed <= self.kv.prefix_replay_tokens:
+            # All of it would be computed again.
+            admission.hit = self.kv.no_hit
+            admission.num_local = admission.num_external = admission.computed = 0
+            admission.is_async = False
+        return True
+
+    def _find_local(self, admission: _Admission, *, reconciled: bool = False) -> bool:
+        """The hit in this instance's cache. Returns whether it is full attention's alone."""
+        request = admission.request
         if request.skip_reading_prefix_cache:
-            return self.kv.no_hit, 0
-        return self.kv.get_computed_blocks(request.content.block_keys, request.num_tokens)
+            admission.hit, admission.num_local, request.shared_prefix_boundary = self.kv.no_hit, 0, 0
+            return False
+        keys = request.content.block_keys
+        diverged = False
+        if self._divergent_hits and self.connector is not None and not reconciled:
+            found, diverged = self.kv.get_computed_blocks_for_connector(keys, request.num_tokens)
+        else:
+            found = self.kv.get_computed_blocks(keys, request.num_tokens)
+        admission.hit, admission.num_local = found.hit, found.num_tokens
+        request.shared_prefix_boundary = found.num_tokens + found.uncached if found.uncached else 0
+        return diverged
+
+    def _combine(self, admission: _Admission, external: int, unaligned: int, *, is_async: bool) -> None:
+        """A hit that ends inside a block is kept unless the connector has more than its rest."""
+        admission.num_external, admission.is_async = external, is_async
+        if not unaligned:
+            return
+        if external > unaligned:
+            assert admission.hit is not None
+            admission.num_local -= unaligned
+            admission.hit = truncated(admission.hit, self.kv.managers, admission.num_local)
+        else:
+            admission.num_external, admission.is_async = 0, False
+
+    @property
+    def _load_brings_window(self) -> bool:
+        """Whether a load restores groups that no cache holds, as a transfer of the request's own blocks does."""
+        return bool(self._replay_groups) and self._loads_every_group
+
+    def _brings_window(self, admission: _Admission) -> bool:
+        return admission.num_external > 0 and self._load_brings_window
+
+    def _size_chunk(
+        self, admission: _Admission, threshold: int, out: SchedulerOutput, *, defer_prefills: bool
+    ) -> _Head | None:
+        """How many tokens the request would compute in this step; what becomes of it if none."""
+        request = admission.request
+        if admission.is_async:
+            if admission.num_external <= 0:
+                raise EngineFatal("AssertionError")
+            return None
+        if defer_prefills and admission.computed < request.num_tokens - 1:
+            return _Head.STOP
+        if admission.hit is not None and not self._brings_window(admission):
+            admission.num_replay = min(self.kv.prefix_replay_tokens, admission.computed)
+            admission.computed -= admission.num_replay
+        budget = self._budget_left(out)
+        num_tokens = request.num_tokens - admission.computed
+        is_padded = self._is_padded(admission, num_tokens, out)
+        if is_padded:
+            num_tokens = 1 + self._num_spec_tokens
+            if num_tokens > budget:
+                return _Head.STOP
+        if 0 < threshold < num_tokens:
+            num_tokens = threshold
+        if not self.config.enable_chunked_prefill and num_tokens > budget:
+            return _Head.STOP
+        num_tokens = min(num_tokens, budget)
+        if num_tokens <= 0:
+            raise EngineFatal("AssertionError")
+        num_tokens = self._chunks.aligned(request, admission.computed, num_tokens)
+        if not num_tokens:
+            return _Head.STOP
+        if is_padded and num_tokens != 1 + self._num_spec_tokens and self._chunks.block_size is not None:
+            num_tokens, is_padded = 1, False
+        num_tokens = self._chunks.outside_lookahead(request, admission.computed, num_tokens)
+        if not num_tokens:
+            return _Head.SKIP
+        admission.num_tokens = num_tokens
+        admission.num_drafts = self._num_spec_tokens if is_padded else 0
+        return None
+
+    def _is_padded(self, admission: _Admission, num_tokens: int, out: SchedulerOutput) -> bool:
+        """Whether a request with one token left gets placeholders for drafts, so that the batch stays uniform."""
+        padded = 1 + self._num_spec_tokens
+        return (
+            self._num_spec_tokens > 0
+            and num_tokens == 1
+            and not out.prefill_scheduled
+            and (any(not share.admitted for share in out.shares) or admission.computed > 0)
+            and admission.computed + padded + 1 <= self.config.max_model_len
+        )
+
+    def _allocate_admission(self, admission: _Admission) -> tuple[BlockIds, ...] | None:
+        request, hit = admission.request, admission.hit
+        loaded: frozenset[int] = frozenset()
+        if admission.is_async and self.kv.has_mamba:
+            loaded = frozenset(range(len(self.kv.groups))) if self._loads_every_group else self._cacheable_groups
+        new_blocks = self.kv.allocate_slots(
+            request.request_id,
+            num_computed_tokens=request.num_computed_tokens,
+            num_tokens=request.num_tokens,
+            num_new_tokens=max(admission.num_tokens - admission.num_replay, 0),
+            hit=hit,
+            num_local_tokens=admission.num_local,
+            num_external_tokens=admission.num_external,
+            num_lookahead_tokens=0 if admission.is_async else self._num_lookahead_tokens,
+            num_in_flight_tokens=request.num_in_flight_tokens,
+            full_sequence_must_fit=self.config.scheduler_reserve_full_isl,
+            apply_watermark=bool(self.running),
+            reserved_blocks=self._reserved_blocks() + self._step_blocks if admission.is_async else 0,
+            loaded_groups=loaded,
+        )
+        if new_blocks is not None:
+            self._note_allocated(request, new_blocks)
+        elif hit is not None and self._may_settle and not admission.num_external:
+            least = -(-request.num_tokens // self.kv.block_size) - sum(len(blocks) for blocks in hit)
+            self._misfit = _Misfit(request, request.num_tokens, least, self.pool.num_inserted)
+        return new_blocks
 
     def _reserved_blocks(self) -> int:
         """Blocks that prefills in flight still need: an async load must leave them, it cannot be preempted."""
         return sum(
-            self.kv.num_blocks_to_finish(request.request_id, request.num_tokens, request.num_computed_tokens)
+            self.kv.num_blocks_to_finish(
+                request.request_id, request.num_tokens, request.num_computed_tokens, self._num_step_slots
+            )
             for request in self.inflight_prefills.values()
         )
 
@@ -559,14 +796,23 @@ class Scheduler:
             self._free_blocks_of(request)
         else:
             self._cache_computed(request, request.num_computed_tokens)
-            if request.num_computed_tokens == request.num_tokens:
-                request.num_computed_tokens = request.num_tokens - 1
-                if self.accounts is not None:
-                    self.accounts.note_full_load(request)
+            if failed and self.kv.has_mamba:
+                self.kv.zero_again(request.request_id, request.num_computed_tokens)
+            self._rewind_loaded(request, brings_window=not failed and self._load_brings_window)
         del self.finished_recving[request.request_id]
         self._ready_holding[request.request_id] = None
         self.log.promoted(request, failed=failed)
         request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+
+    def _rewind_loaded(self, request: Request, *, brings_window: bool) -> None:
+        """What of a load must be computed all the same: a window that it does not bring, or the last token."""
+        replay = 0 if brings_window else min(self.kv.prefix_replay_tokens, request.num_computed_tokens)
+        if replay:
+            request.num_computed_tokens -= replay
+        elif request.num_computed_tokens == request.num_tokens:
+            request.num_computed_tokens = request.num_tokens - 1
+            if self.accounts is not None:
+                self.accounts.note_full_load(request)
 
     def _start_running(self, request: Request, share: Share, out: SchedulerOutput) -> None:
         self.deferred_waiting.pop(request.request_id, None)
@@ -574,6 +820,7 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         self.running[request.request_id] = request
         self._explicit[request.request_id] = request
+        out.skip_drafts = out.skip_drafts and self._drafts_go_unused(share)
         if share.end < request.num_tokens:
             self.inflight_prefills[request.request_id] = request
         self._add_share(out, share)
@@ -593,28 +840,18 @@ class Scheduler:
         self.finished_req_ids = []
         out.preempted = self._preempted_since
         self._preempted_since = []
+        if len(self.kv.groups) > 1:
+            self._take_block_work(out)
         if self.connector is not None:
             out.kv_connector_metadata = self.connector.build_connector_meta()
-        prefill_scheduled = prefill_admitted
+        if self.fences.enabled and out.total_num_scheduled_tokens:
+            self.fences.scheduled += 1
         for share in out.shares:
-            request = share.request
-            prefill_scheduled |= not share.admitted and request.is_prefill_chunk
-            if share.num_tokens == 1:
-                out.num_decodes += 1
-                out.num_kv_tokens += share.end
-            else:
-                out.num_prefill_tokens += share.num_tokens
-            request.num_computed_tokens += share.num_tokens
-            request.num_in_flight_tokens += share.num_tokens
-            request.is_prefill_chunk = request.num_computed_tokens < request.num_tokens
-            if not request.is_prefill_chunk:
-                self.inflight_prefills.pop(request.request_id, None)
-            if self.accounts is not None:
-                self.accounts.note_computed(request, share.start, share.end)
+            self._advance(share, out)
         self._in_flight = out
         if out.total_num_scheduled_tokens:
             self._num_executed_steps += 1
-        if prefill_scheduled:
+        if out.prefill_scheduled or prefill_admitted:
             self._last_prefill_step = self._num_executed_steps
         out.made_progress |= bool(
             out.total_num_scheduled_tokens
@@ -623,13 +860,52 @@ class Scheduler:
             or out.kv_connector_metadata is not None
         )
 
+    def _take_block_work(self, out: SchedulerOutput) -> None:
+        """What the workers do with whole blocks before they compute."""
+        out.boundary_states = self.kv.take_boundary_states()
+        out.block_copies = self.kv.take_block_copies()
+        out.blocks_to_zero = self.kv.take_blocks_to_zero()
+        if out.block_copies:
+            retained = [block_id for copy in out.block_copies for block_id in copy]
+            fence = self.fences.scheduled + 1  # the copies run with the next step that has tokens
+            if self.fences.has_passed(fence):
+                self._blocks_changed()
+                self.pool.free_each(retained)
+            else:
+                self.fences.free_later(np.array(retained, np.int64), fence)
+
+    def _advance(self, share: Share, out: SchedulerOutput) -> None:
+        """Count the share's tokens as computed (vLLM: _update_after_schedule)."""
+        request = share.request
+        if share.num_tokens == 1:
+            out.num_decodes += 1
+            out.num_kv_tokens += share.end
+        else:
+            out.num_prefill_tokens += share.num_tokens
+        request.num_computed_tokens += share.num_tokens
+        request.num_in_flight_tokens += share.num_tokens
+        request.last_scheduled_seq = self.fences.scheduled
+        is_chunk = request.num_computed_tokens < request.num_tokens + request.num_output_placeholders
+        request.is_prefill_chunk = is_chunk
+        share.samples = not is_chunk
+        if not is_chunk:
+            self.inflight_prefills.pop(request.request_id, None)
+            if self._is_async:
+                request.num_output_placeholders += 1 + share.num_drafts
+                request.num_draft_tokens = self._num_spec_tokens
+        if self.accounts is not None:
+            self.accounts.note_computed(request, share.start, share.end)
+
     # =========================================================================================================
     # update_from_output()
     # =========================================================================================================
 
     def update_from_output(self, out: SchedulerOutput, model_output: ModelRunnerOutput) -> list[RequestOutput]:
         """Take in what a step brought. Raises EngineFatal where the real scheduler dies."""
-        self._in_flight = None
+        if self._in_flight is out:
+            self._in_flight = None
+        if self.fences.enabled and out.total_num_scheduled_tokens:
+            self._pass_fence()
         reports = model_output.kv_connector_output
         if reports is None and not out.shares and self.lockstep.next_finish() != out.step:
             self.skipped = []
@@ -640,25 +916,20 @@ class Scheduler:
         if reports is not None:
             self._scan = _Scan.UNKNOWN
             if reports.failed_recving:
-                skip.update(dict.fromkeys(handle_failed_recving(self, reports.failed_recving)))
+                skip.update(dict.fromkeys(self.recovery.handle_failed_recving(reports.failed_recving)))
             if reports.invalid_block_ids:
-                skip.update(dict.fromkeys(handle_invalid_blocks(self, reports.invalid_block_ids, out)))
+                skip.update(dict.fromkeys(self.recovery.handle_invalid_blocks(reports.invalid_block_ids, out)))
         self.skipped = list(skip)
         outputs: list[RequestOutput] = []
         for request, share in self._ending_shares(out):
-            if share is not None:
-                if self.requests.get(request.request_id) is not request:
-                    continue
-                request.num_in_flight_tokens -= share.num_tokens
-                if request.request_id in skip:
-                    continue
-                if request.status is not RequestStatus.RUNNING:
-                    continue
-            output = self._process_sampled(request)
+            if share is not None and not self._takes_output(request, share, skip):
+                continue
+            num_accepted = model_output.num_accepted.get(request.request_id, 0) if share is not None else 0
+            output = self._process_sampled(request, share, num_accepted)
             if output is not None:
                 outputs.append(output)
         self.next_output_step = out.step + 1
-        if skip and not self.recompute_load_failures:
+        if skip and not self.recovery.recompute:
             outputs += [
                 RequestOutput(request, [], "error")
                 for request in self.finish_requests(skip, RequestStatus.FINISHED_ERROR)
@@ -667,6 +938,27 @@ class Scheduler:
             self._update_from_kv_xfer_finished(reports)
         self._in_step = False
         return outputs
+
+    def _pass_fence(self) -> None:
+        """A step has been processed: what waited for it may go on."""
+        self.fences.processed += 1
+        for blocks in self.fences.take_freeable():
+            self._blocks_changed()
+            self.pool.free_blocks(blocks)
+        for request_id, num_external in self.fences.take_startable_loads():
+            self._tell_connector(self.requests[request_id], num_external)
+
+    def _takes_output(self, request: Request, share: Share, skip: Container[str]) -> bool:
+        """Count the share as processed. Returns whether what it sampled is for the request as it is now."""
+        if self.requests.get(request.request_id) is not request:
+            return False
+        request.num_in_flight_tokens -= share.num_tokens
+        share.is_stale = request.num_stale_output_tokens > 0
+        if share.is_stale:
+            request.num_stale_output_tokens -= share.num_tokens
+        if request.request_id in skip or request.status.is_finished:
+            return False
+        return not (share.is_stale and request.drop_stale_output)
 
     def _ending_shares(self, out: SchedulerOutput) -> list[tuple[Request, Share | None]]:
         """Requests whose output must be looked at, in running order: those with a share, and lockstep's last tokens."""
@@ -682,13 +974,48 @@ class Scheduler:
             request.num_in_flight_tokens = 0
         return sorted([*explicit, *((request, None) for request in finishing)], key=lambda pair: pair[0].lockstep_order)
 
-    def _process_sampled(self, request: Request) -> RequestOutput | None:
-        """Append the step's token, stop or go on; a prefill chunk samples none."""
-        if request.is_prefill_chunk:
-            return None
-        token = self.sampler.sample(request, request.num_computed_tokens)
-        request.num_tokens += 1
-        request.num_output_tokens += 1
+    def _process_sampled(self, request: Request, share: Share | None, num_accepted: int) -> RequestOutput | None:
+        """Append what the step has sampled, stop or go on; a prefill chunk samples nothing."""
+        is_stale = False
+        num_drafts = 0
+        if share is not None:
+            if not share.samples:
+                return None
+            is_stale, num_drafts = share.is_stale, share.num_drafts
+        if num_drafts and not is_stale:
+            self._roll_back(request, num_drafts - num_accepted)
+        was_running = request.status is RequestStatus.RUNNING
+        had_placeholders = request.num_output_placeholders > 0
+        tokens = self._append_tokens(request, share, 1 + num_accepted)
+        if not is_stale:
+            # Tokens behind a stop are given up.
+            request.num_computed_tokens -= 1 + num_accepted - len(tokens)
+            if had_placeholders:
+                request.num_output_placeholders -= 1 + num_accepted
+                if request.num_output_placeholders < 0:
+                    raise EngineFatal("AssertionError")
+            if was_running and (had_placeholders or self._num_spec_tokens):
+                self._cache_computed(request, request.num_computed_tokens - request.num_in_flight_tokens)
+        if not request.status.is_finished:
+            if self._can_lockstep and not request.stop_token_ids:
+                self._join_lockstep(request)
+            return RequestOutput(request, tokens, None)
+        self._remove_from_queues(request, was_running=was_running)
+        reason = _FINISH_REASONS[request.status]
+        self.log.finished(request, reason, self.sampler.output_hash(request))
+        self._free_request(request)
+        return RequestOutput(request, tokens, reason)
+
+    @staticmethod
+    def _roll_back(request: Request, num_rejected: int) -> None:
+        """Drafts that were wrong have not been computed after all."""
+        if request.num_computed_tokens > 0:
+            request.num_computed_tokens -= num_rejected
+        if request.num_output_placeholders > 0:
+            request.num_output_placeholders -= num_rejected
+
+    def _append_tokens(self, request: Request, share: Share | None, count: int) -> list[int]:
+        """Sample up to `count` tokens, as far as the request does not stop."""
         if request.attempts:
             self._forget_attempts(request)
         if request.taint and not request.output_taint:
@@ -696,20 +1023,39 @@ class Scheduler:
         if request.first_token_ns is None:
             request.first_token_ns = self.log.now_ns
             self.log.first_token(request)
-        if token in request.stop_token_ids:
-            request.status = RequestStatus.FINISHED_STOPPED
-        elif request.num_tokens >= self.config.max_model_len or request.num_output_tokens >= request.max_tokens:
-            request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        if request.status is RequestStatus.RUNNING:
-            if self._can_lockstep and not request.stop_token_ids:
-                self._join_lockstep(request)
-            return RequestOutput(request, [token], None)
-        del self.running[request.request_id]
-        self._explicit.pop(request.request_id, None)
-        reason = _FINISH_REASONS[request.status]
-        self.log.finished(request, reason, self.sampler.output_hash(request))
-        self._free_request(request)
-        return RequestOutput(request, [token], reason)
+        tokens: list[int] = []
+        for _ in range(count):
+            position = request.num_tokens if self._num_spec_tokens or share is None else share.end
+            token = self.sampler.sample(request, position)
+            tokens.append(token)
+            request.num_tokens += 1
+            request.num_output_tokens += 1
+            if token in request.stop_token_ids:
+                request.status = RequestStatus.FINISHED_STOPPED
+            elif request.num_tokens >= self.config.max_model_len or request.num_output_tokens >= request.max_tokens:
+                request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+            if request.status.is_finished:
+                break
+        return tokens
+
+    def _remove_from_queues(self, request: Request, *, was_running: bool) -> None:
+        if was_running:
+            del self.running[request.request_id]
+            self._explicit.pop(request.request_id, None)
+            return
+        # Preempted, and finished by what was in flight.
+        self.waiting.remove_all([request])
+        self.kv_holding_waiting.remove_all([request])
+        self.deferred_waiting.pop(request.request_id, None)
+
+    def take_drafts(self, out: SchedulerOutput) -> None:
+        """Without overlapping steps: the drafter has proposed what the next step verifies (vLLM: post_step)."""
+        if not out.total_num_scheduled_tokens or out.skip_drafts:
+            return
+        for share in out.shares:
+            request = share.request
+            if self.requests.get(request.request_id) is request and not request.status.is_finished:
+                request.num_draft_tokens = 0 if request.is_prefill_chunk else self._num_spec_tokens
 
     def _update_from_kv_xfer_finished(self, reports: KVConnectorOutput) -> None:
         if self.connector is not None:
@@ -768,7 +1114,9 @@ class Scheduler:
         self._explicit.pop(request_id, None)
         delay_free = False
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            delay_free = request_id not in self.finished_recving
+            # A load that has not started yet will not be reported.
+            never_started = self.fences.cancel_load(request_id)
+            delay_free = not never_started and request_id not in self.finished_recving
             self.finished_recving.pop(request_id, None)
             self.failed_recving.pop(request_id, None)
         request.status = status
@@ -781,10 +1129,12 @@ class Scheduler:
     def _free_request(self, request: Request, *, delay_free: bool = False) -> None:
         self.inflight_prefills.pop(request.request_id, None)
         if self.connector is not None:
-            self.kv.remove_skipped_blocks(
-                request.request_id, max(0, request.num_computed_tokens - request.num_in_flight_tokens)
-            )
-            blocks = BlocksOfRequest(self.kv, request.request_id, request.num_computed_tokens)
+            computed, in_flight = request.num_computed_tokens, request.num_in_flight_tokens
+            tails = self.kv.take_finished_tails(request.request_id, computed, in_flight) if self._is_producer else []
+            self.kv.remove_skipped_blocks(request.request_id, max(0, computed - in_flight))
+            if tails and self.on_partial_tails is not None:
+                delay_free |= self.on_partial_tails(request, tails)
+            blocks = BlocksOfRequest(self.kv, request.request_id, computed)
             delay_free |= self.connector.request_finished(request, blocks)
         self.finished_req_ids.append(request.request_id)
         if not delay_free:
@@ -798,7 +1148,7 @@ class Scheduler:
         self._blocks_changed()
         if self.accounts is not None:
             self.accounts.remember_cached(request, self.kv.num_cached_tokens(request.request_id))
-        freed = self.kv.free(request.request_id)
+        freed = self._give_back(request)
         if self.on_blocks_freed is not None:
             self.on_blocks_freed(request, freed)
         if self.log.wants_blocks:
@@ -806,12 +1156,21 @@ class Scheduler:
                 self.log.blocks("block.freed", request, group, block_ids)
         return freed
 
+    def _give_back(self, request: Request) -> tuple[BlockIds, ...]:
+        """Free its blocks, or let them wait for steps in flight that may still write into them."""
+        if self.fences.has_passed(request.last_scheduled_seq):
+            return self.kv.free(request.request_id)
+        freed = self.kv.pop_blocks_for_free(request.request_id)
+        # All groups as one list, backwards: the last group's blocks come back first.
+        self.fences.free_later(np.concatenate(freed)[::-1].copy(), self.fences.scheduled)
+        return freed
+
     def reset_prefix_cache(self, *, reset_running: bool = False) -> bool:
         """Forget all hashes; only possible while no block is in use, which `reset_running` tries to bring about."""
         if reset_running:
             self._dissolve_lockstep()
             for request in reversed(list(self.running.values())):
-                self._preempt(request)
+                self._preempt(request, drop_stale_output=True)
         cached = int(np.count_nonzero(self.pool.keys >= 0))
         done = self.kv.reset_prefix_cache()
         if reset_running and not done:
@@ -853,7 +1212,8 @@ class Scheduler:
     # =========================================================================================================
 
     def _cache_computed(self, request: Request, num_tokens: int) -> None:
-        cached = self.kv.cache_blocks(request, request.content.block_keys, num_tokens)
+        """Hash what is full of the first `num_tokens` tokens; drafts are not known to be right."""
+        cached = self.kv.cache_blocks(request, request.content.block_keys, min(num_tokens, request.num_tokens))
         if self.log.wants_blocks:
             for group, block_ids in enumerate(cached):
                 self.log.blocks("block.cached", request, group, block_ids)
@@ -954,6 +1314,9 @@ class Scheduler:
     def _leave_lockstep(self, request: Request, *, in_flight: bool = False) -> None:
         """Out of lockstep, counters up to date: as at the start of a step, or, `in_flight`, with the current step's
         token computed and its output outstanding."""
+        if in_flight and self._output_is_shared:
+            # Whoever was admitted earlier has hashed what this step fills before.
+            self._cache_filled_blocks()
         self.lockstep.leave(request, self.step if self._in_step else self.step + 1, in_flight=in_flight)
         request.is_prefill_chunk = False
         computed = request.num_computed_tokens
@@ -1020,7 +1383,9 @@ class Scheduler:
     def _grow(self, request: Request, out: SchedulerOutput) -> bool:
         """The same for one, at the expense of the last admitted if need be. False if it had to give up itself."""
         while not self.pool.num_free:
-            if self._preempt_last(out) is request:
+            victim = self._victim()
+            self._take_back(victim, out)
+            if victim is request:
                 return False
         self._grow_all([request])
         return True

@@ -6,11 +6,12 @@ block's index in it. Taking a block out of the middle writes a hole; freeing wri
 tail; when either end is hit the log is moved back to the middle.
 
 A key is a dense id for (prefix, group). Several blocks may hold one key; the first inserted that is still there is
-the one that a lookup returns.
+the one that a lookup returns. A block may hold several keys, where hits may end inside blocks: the prefix that its
+`keys` entry stands for, and shorter ones that end in it.
 """
 
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 import numpy as np
@@ -24,7 +25,7 @@ BlockIds = NDArray[np.int64]
 Keys = NDArray[np.int64]
 
 NO_KEY = -1
-_LOG_FACTOR = 5
+_LOG_FACTOR = 6
 _NO_BLOCKS: BlockIds = np.empty(0, np.int64)
 
 
@@ -50,10 +51,14 @@ class BlockPool:
         self._has_twin = np.zeros(num_blocks, np.bool_)
         self._twins: dict[int, list[int]] = {}
         """Keys that several blocks hold → those blocks, in order of insertion."""
+        self._more_keys: dict[int, list[int]] = {}
+        """Blocks that hold several keys → all but the one in `keys`."""
+        self.key_tokens = np.zeros(num_blocks, np.int64)
+        """Length of the prefix that a block's key stands for, where `cache` was told."""
         self._first = _zeros(max(num_keys, 1))
         """Key → the block a lookup returns, 0 for none."""
 
-        self._queue = np.zeros(_LOG_FACTOR * num_blocks, np.int64)
+        self._queue = np.zeros(_LOG_FACTOR * num_blocks, np.int32)
         self._place = np.zeros(num_blocks, np.int64)
         self._head = 2 * num_blocks
         self._tail = self._head + self.num_free
@@ -76,7 +81,7 @@ class BlockPool:
     def free_queue(self) -> BlockIds:
         """Free blocks in order of reuse."""
         log = self._queue[self._head : self._tail]
-        free: BlockIds = log[log != 0]
+        free: BlockIds = log[log != 0].astype(np.int64)
         return free
 
     def find_prefix(self, keys: Keys) -> BlockIds:
@@ -153,7 +158,7 @@ class BlockPool:
             if len(places) >= count:
                 break
             window = min(window * 2, window + 4096)
-        block_ids = self._queue[head : head + window][places[:count]]
+        block_ids = self._queue[head : head + window][places[:count]].astype(np.int64)
         self._head = head + int(places[count - 1]) + 1
         self.num_free -= count
         return block_ids
@@ -190,6 +195,17 @@ class BlockPool:
         if not uncached.all():
             self._put_last(freed[~uncached])
 
+    def free_each(self, ordered: Sequence[int]) -> None:
+        """`free_blocks` for a list in which a block may stand several times."""
+        for block_id in ordered:
+            if block_id != NULL_BLOCK_ID:
+                self.ref_counts[block_id] -= 1
+        # A block is free from its last place in the list on: give that one back, with the reference it had there.
+        last = list(reversed(dict.fromkeys(reversed(ordered))))
+        done = np.array([block_id for block_id in last if block_id and not self.ref_counts[block_id]], np.int64)
+        self.ref_counts[done] += 1
+        self.free_blocks(done)
+
     def _put_first(self, block_ids: BlockIds) -> None:
         end = self._head
         start = self._head = end - len(block_ids)
@@ -213,8 +229,16 @@ class BlockPool:
 
     # -- the prefix cache -------------------------------------------------------------------------------------
 
-    def cache(self, block_ids: BlockIds, keys: Keys) -> None:
-        """Enter blocks under their keys, in order. None is null, none has a key yet."""
+    def cache(self, block_ids: BlockIds, keys: Keys, num_tokens: NDArray[np.int64] | None = None) -> None:
+        """Enter blocks under their keys, in order; `num_tokens`: what each key covers.
+
+        None is null. A block that has a key already is full now, and gives up those that stood for less of it.
+        """
+        if num_tokens is not None:
+            partial = block_ids[self.keys[block_ids] != NO_KEY]
+            if len(partial):
+                self._forget(partial)
+            self.key_tokens[block_ids] = num_tokens
         self.num_inserted += len(keys)
         self.keys[block_ids] = keys
         taken = self.find(keys)
@@ -257,6 +281,42 @@ class BlockPool:
                 self.num_cached_keys += 1
         return self.take_one()
 
+    def cache_partial(self, block_id: int, key: int, num_tokens: int) -> None:
+        """Make a block reachable from a prefix that ends inside it (vLLM: cache_partial_block)."""
+        if self.holds(block_id, key):
+            return
+        if self.keys[block_id] != NO_KEY and self.key_tokens[block_id] < num_tokens:
+            self._forget(np.array([block_id], np.int64))
+        self._insert(block_id, key, num_tokens)
+
+    def move_keys(self, source: int, target: int) -> None:
+        """The cache finds `target`, a copy, from now on: whoever owns `source` writes on in it."""
+        assert self.keys[target] == NO_KEY, target
+        num_tokens = int(self.key_tokens[source])
+        keys = [int(self.keys[source]), *self._more_keys.get(source, ())]
+        self._forget(np.array([source], np.int64))
+        for key in keys:
+            self._insert(target, key, num_tokens)
+
+    def holds(self, block_id: int, key: int) -> bool:
+        """Whether the block can be found under this key, or could if it were the first."""
+        return self.keys[block_id] == key or key in self._more_keys.get(block_id, ())
+
+    def _insert(self, block_id: int, key: int, num_tokens: int) -> None:
+        self._reach(key)
+        self.num_inserted += 1
+        if self.keys[block_id] == NO_KEY:
+            self.keys[block_id] = key
+            self.key_tokens[block_id] = num_tokens
+        else:
+            self._more_keys.setdefault(block_id, []).append(key)
+        first = self._first_view[key]
+        if first:
+            self._add_twin(key, block_id, first)
+        else:
+            self._first_view[key] = block_id
+            self.num_cached_keys += 1
+
     def evict_blocks(self, block_ids: Iterable[int]) -> list[int]:
         """Drop these blocks' hashes, whoever holds them; their place in the queue stays. Returns those that had one."""
         evicted = []
@@ -275,6 +335,7 @@ class BlockPool:
         self.keys[:] = NO_KEY
         self._first[:] = 0
         self._twins.clear()
+        self._more_keys.clear()
         self._has_twin[:] = False
         self.num_cached_keys = 0
         return True
@@ -299,6 +360,8 @@ class BlockPool:
         else:
             self._first_view[key] = 0
             self.num_cached_keys -= 1
+        if self._more_keys:
+            self._forget_more([block_id])
         if self.on_evict is not None:
             self.on_evict(np.array([block_id], np.int64))
 
@@ -313,6 +376,13 @@ class BlockPool:
                 keys = keys[~twin]
         self._first[keys] = 0
         self.num_cached_keys -= len(keys)
+        if self._more_keys:
+            self._forget_more(block_ids.tolist())
+
+    def _forget_more(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            for key in self._more_keys.pop(block_id, ()):
+                self._remove_twin(key, block_id)
 
     def _add_twin(self, key: int, block_id: int, first: int) -> None:
         twins = self._twins.setdefault(key, [first])
@@ -322,7 +392,7 @@ class BlockPool:
     def _remove_twin(self, key: int, block_id: int) -> None:
         self._has_twin[block_id] = False
         twins = self._twins.get(key)
-        if twins is None:  # its last twin went earlier in the same sweep
+        if twins is None:  # its last twin went earlier in the same sweep, or it never had one under this key
             self._first[key] = 0
             self.num_cached_keys -= 1
             return
@@ -330,7 +400,8 @@ class BlockPool:
         self._first[key] = twins[0]
         if len(twins) == 1:
             del self._twins[key]
-            self._has_twin[twins[0]] = False
+            if twins[0] not in self._more_keys:  # it may have another under another key
+                self._has_twin[twins[0]] = False
             # The survivor may come later in the same sweep, which read `_has_twin` before: see above.
 
     def _reach(self, key: int) -> None:

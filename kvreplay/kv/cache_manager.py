@@ -1,18 +1,20 @@
 """Block tables of all requests over all groups (vLLM: v1/core/kv_cache_manager.py, kv_cache_coordinator.py)."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from kvreplay.errors import ConfigError
+from kvreplay.errors import ConfigError, EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.block_pool import BlockIds, BlockPool, Keys
 from kvreplay.kv.block_table import BlockTable
-from kvreplay.kv.managers import FullAttentionManager, Hashable, cdiv, make_manager
-from kvreplay.kv.specs import FULL, KVCacheGroupSpec
-
-Hit = tuple[BlockIds, ...]
-"""A prefix-cache hit: per group, the block of each position."""
+from kvreplay.kv.lookup import FoundPrefix, Hit, PrefixLookup, no_hit
+from kvreplay.kv.managers.base import NO_BLOCKS, CacheRules, Hashable, Need
+from kvreplay.kv.managers.factory import make_manager
+from kvreplay.kv.managers.mamba import AlignedMambaManager, BoundaryState
+from kvreplay.kv.specs import MAMBA, KVCacheGroupSpec, cdiv, hits_inside_blocks, resolve_block_sizes
 
 
 class BlocksOfRequest:
@@ -38,6 +40,29 @@ class BlocksOfRequest:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRules:
+    """What speculative decoding asks of the cache. Tokens.
+
+    `num_hash_lookahead`: that a block's hash covers beyond it. `num_prefill_lookahead`: that drafters read beyond a
+    chunk; the last of them but one may be computed again. `drops_block`: hits lose their last block instead.
+    """
+
+    num_hash_lookahead: int = 0
+    num_prefill_lookahead: int = 0
+    drops_block: bool = False
+
+
+NO_DRAFTS = DraftRules()
+
+
+class ConnectorHit(NamedTuple):
+    """A lookup for a connector: `diverged` where full attention reaches further than some other group."""
+
+    found: FoundPrefix
+    diverged: bool
+
+
 def make_cache_manager(
     groups: Sequence[KVCacheGroupSpec],
     pool: BlockPool,
@@ -46,9 +71,15 @@ def make_cache_manager(
     max_in_flight_tokens: int,
     watermark: float = 0.0,
     retention_interval: int | None = 0,
+    hash_block_size: int | None = None,
+    drafts: DraftRules = NO_DRAFTS,
 ) -> "KVCacheManager":
-    """The manager for these groups; one group of full attention has a shorter way to the same blocks."""
-    kind = FullAttentionCacheManager if len(groups) == 1 and groups[0].kind == FULL else KVCacheManager
+    """The manager for these groups; one group of full attention has a shorter way to the same blocks.
+
+    `hash_block_size`: what one of the requests' prefix hashes covers, if not what the groups' sizes suggest.
+    """
+    is_simple = len(groups) == 1 and groups[0].is_full_attention and drafts == NO_DRAFTS
+    kind = FullAttentionCacheManager if is_simple else KVCacheManager
     return kind(
         groups,
         pool,
@@ -56,6 +87,8 @@ def make_cache_manager(
         max_in_flight_tokens=max_in_flight_tokens,
         watermark=watermark,
         retention_interval=retention_interval,
+        hash_block_size=hash_block_size,
+        drafts=drafts,
     )
 
 
@@ -74,42 +107,100 @@ class KVCacheManager:
         max_in_flight_tokens: int,
         watermark: float = 0.0,
         retention_interval: int | None = 0,
+        hash_block_size: int | None = None,
+        drafts: DraftRules = NO_DRAFTS,
     ) -> None:
-        if len(groups) != 1:
-            raise ConfigError(f"model.groups: one KV cache group is supported, got {len(groups)}")
         self.groups = tuple(groups)
         self.pool = pool
         self.max_model_len = max_model_len
         self.watermark_blocks = int(watermark * pool.num_blocks)
-        self.managers: list[FullAttentionManager] = [
-            make_manager(
-                spec,
-                group,
-                len(groups),
-                pool,
-                max_in_flight_tokens=max_in_flight_tokens,
-                max_model_len=max_model_len,
-                retention_interval=retention_interval,
-            )
-            for group, spec in enumerate(groups)
-        ]
-        self.block_size = groups[0].block_size
+        sizes = resolve_block_sizes(groups, hash_block_size=hash_block_size, hashes_are_used=pool.enable_caching)
+        self.block_size = sizes.scheduler
         """The scheduler's block size: with several groups, the least common multiple."""
-        self.no_hit: Hit = tuple(np.empty(0, np.int64) for _ in groups)
+        self.hits_inside_blocks = len(groups) > 1 and pool.enable_caching and hits_inside_blocks(groups, sizes.hashing)
+        self.has_mamba = any(group.kind == MAMBA for group in groups)
+        self._drafts = drafts
+        self.rules = CacheRules(
+            num_groups=len(groups),
+            scheduler_block_size=sizes.scheduler,
+            hash_block_size=sizes.hashing,
+            hit_alignment=sizes.hashing if self.hits_inside_blocks else sizes.scheduler,
+            max_in_flight_tokens=max_in_flight_tokens,
+            max_model_len=max_model_len,
+            retention_interval=retention_interval,
+            records_new_blocks=self.has_mamba,
+            num_hash_lookahead_tokens=drafts.num_hash_lookahead,
+            drops_eagle_block=drafts.drops_block,
+        )
+        self._check_retention(retention_interval)
+        self.managers = [make_manager(spec, group, pool, self.rules) for group, spec in enumerate(groups)]
+        self._aligned_mamba = [manager for manager in self.managers if isinstance(manager, AlignedMambaManager)]
+        eagle_groups = frozenset(group for group, spec in enumerate(groups) if spec.is_eagle) or frozenset(
+            range(len(groups))
+        )
+        self.lookup = PrefixLookup(self.managers, self.rules, eagle_groups if drafts.drops_block else frozenset())
+        self._check_caching()
+        self.no_hit: Hit = no_hit(len(groups))
+        self.prefix_replay_tokens = max((group.prefix_replay_tokens for group in groups), default=0)
+        """Of a hit, the last tokens that are computed again, because no cache holds the window before them."""
+
+    def _check_retention(self, interval: int | None) -> None:
+        """(vLLM: _validate_prefix_cache_retention_interval)"""
+        if not interval:
+            return
+        if not any(group.is_sliding_window or group.kind == MAMBA for group in self.groups):
+            raise ConfigError(
+                f"cache.prefix_cache_retention_interval is {interval}, but only sliding-window and Mamba groups are "
+                "retained sparsely"
+            )
+        if interval % self.block_size:
+            raise ConfigError(
+                f"cache.prefix_cache_retention_interval must be a multiple of {self.block_size}, got {interval}"
+            )
+
+    def _check_caching(self) -> None:
+        if not self.pool.enable_caching:
+            return
+        for group in self.groups:
+            if group.kind == MAMBA and not group.is_aligned_mamba:
+                raise ConfigError("model.groups: prefix caching needs mamba_cache_mode 'align'")
+        if not self.lookup.joint:
+            raise ConfigError("model.groups: prefix caching needs a group that can be cached")
+        has_eagle = self._drafts.drops_block or any(group.is_eagle for group in self.groups)
+        if has_eagle and self._drafts.num_prefill_lookahead > self.block_size:
+            raise ConfigError(
+                f"prefix caching with {self._drafts.num_prefill_lookahead} MTP modules needs blocks of at least as "
+                f"many tokens, got {self.block_size}"
+            )
 
     # -- looking ----------------------------------------------------------------------------------------------
 
-    def get_computed_blocks(self, keys: Keys, num_tokens: int) -> tuple[Hit, int]:
+    def get_computed_blocks(self, keys: Keys, num_tokens: int) -> FoundPrefix:
         """The longest cached prefix, never the last token: it must be computed to sample from it."""
         if not self.pool.enable_caching:
-            return self.no_hit, 0
-        hit = self.managers[0].find_longest_cache_hit(keys, num_tokens - 1)
-        return (hit,), len(hit) * self.block_size
+            return FoundPrefix(self.no_hit, 0)
+        return self.lookup.find(self._known(keys, num_tokens), num_tokens - 1)
+
+    def _known(self, keys: Keys, num_tokens: int) -> Keys:
+        """The prefix hashes of a request that has so many tokens; contents that are known in advance have more."""
+        return keys[: max(0, num_tokens - self.rules.num_hash_lookahead_tokens) // self.rules.hash_block_size]
+
+    def get_computed_blocks_for_connector(self, keys: Keys, num_tokens: int) -> ConnectorHit:
+        """What full attention holds, though a Mamba state may be missing at its end: a connector may bring it.
+
+        (vLLM: get_computed_blocks_for_connector)
+        """
+        full = self.lookup.full_attention_group if self.has_mamba and len(self.groups) > 1 else None
+        if full is None or not self.pool.enable_caching:
+            return ConnectorHit(self.get_computed_blocks(keys, num_tokens), diverged=False)
+        hit, lengths = self.lookup.find_per_group(self._known(keys, num_tokens), num_tokens - 1)
+        if max(lengths) > lengths[full]:
+            return ConnectorHit(self.get_computed_blocks(keys, num_tokens), diverged=False)
+        return ConnectorHit(FoundPrefix(hit, lengths[full]), diverged=min(lengths) < lengths[full])
 
     def block_arrays(self, request_id: str) -> list[BlockIds]:
         return [
-            manager.tables[request_id].ids if request_id in manager.tables else self.no_hit[0]
-            for manager in self.managers
+            manager.tables[request_id].ids if request_id in manager.tables else NO_BLOCKS for manager in self.managers
         ]
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
@@ -117,22 +208,34 @@ class KVCacheManager:
 
     def get_block_ids_for_computed_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[list[int], ...]:
         return tuple(
-            ids[: -(-num_computed_tokens // manager.block_size)].tolist()
+            (ids[: cdiv(num_computed_tokens, manager.block_size)] if manager.spec.is_attention else ids).tolist()
             for ids, manager in zip(self.block_arrays(request_id), self.managers, strict=True)
         )
 
-    def num_blocks_to_finish(self, request_id: str, num_tokens: int, num_computed_tokens: int) -> int:
-        """Blocks the request still needs to hold all its tokens."""
-        return self._blocks_to_allocate(
-            request_id, min(num_tokens, self.max_model_len), self.no_hit, num_computed_tokens, apply_cap=True
-        )
+    def num_blocks_to_finish(
+        self, request_id: str, num_tokens: int, num_computed_tokens: int, num_draft_slots: int = 0
+    ) -> int:
+        """Blocks the request still needs to hold all its tokens, and the slots of a step with drafts."""
+        whole = min(num_tokens, self.max_model_len)
+        need = Need(whole + num_draft_slots, num_computed_tokens, num_computed_tokens, whole, apply_cap=True)
+        return self._blocks_to_allocate(request_id, self.no_hit, need)
+
+    def blocks_of_tokens(self, num_tokens: int) -> int:
+        """Blocks that so many tokens take from a block's start on, in all groups that grow with tokens."""
+        return sum(cdiv(num_tokens, manager.block_size) for manager in self.managers if manager.spec.is_attention)
 
     def num_cached_tokens(self, request_id: str) -> int:
         """Leading tokens whose blocks have been offered to the prefix cache, in the group with the fewest."""
         return min(
             max(manager.tables[request_id].num_cached, 0) * manager.block_size if request_id in manager.tables else 0
             for manager in self.managers
+            if manager.spec.prefix_cacheable
         )
+
+    def is_cached_at(self, keys: Keys, num_tokens: int) -> bool:
+        """Whether every group holds the block that ends after so many tokens."""
+        index = num_tokens // self.rules.hash_block_size - 1
+        return all(bool(lookup.find(keys[index : index + 1])[0][0]) for lookup in self.lookup.joint)
 
     def num_blocks_held(self, request_id: str) -> int:
         return sum(int(np.count_nonzero(ids)) for ids in self.block_arrays(request_id))
@@ -149,15 +252,18 @@ class KVCacheManager:
         hit: Hit | None = None,
         num_local_tokens: int = 0,
         num_external_tokens: int = 0,
+        num_lookahead_tokens: int = 0,
         num_in_flight_tokens: int = 0,
         full_sequence_must_fit: bool = False,
         apply_watermark: bool = False,
         reserved_blocks: int = 0,
+        loaded_groups: frozenset[int] = frozenset(),
     ) -> tuple[BlockIds, ...] | None:
         """Slots for `num_new_tokens` more, or None if the pool is too small now.
 
         `num_local_tokens` were just found in the prefix cache (`hit`), `num_external_tokens` will be written by a
-        connector. Returns the blocks taken for both, per group. The caller caches afterwards.
+        connector: into blocks of `loaded_groups` later on, so that they must not be zeroed. Returns the blocks taken
+        for both, per group. The caller caches afterwards.
         """
         assert num_new_tokens or num_local_tokens or num_external_tokens, request_id
         local = num_computed_tokens + num_local_tokens
@@ -166,46 +272,46 @@ class KVCacheManager:
         watermark = self.watermark_blocks if apply_watermark else 0
         if full_sequence_must_fit:
             whole = min(num_tokens, self.max_model_len)
-            needed = self._blocks_to_allocate(request_id, whole, found, total, apply_cap=True)
+            needed = self._blocks_to_allocate(request_id, found, Need(whole, total, local, whole, apply_cap=True))
             if needed + watermark > self.pool.num_free:
                 return None
-        need_slot = min(total + num_new_tokens, self.max_model_len)
+        main_tokens = total + num_new_tokens
+        need_slot = min(main_tokens + num_lookahead_tokens, self.max_model_len)
         # Also when the request then fails to get its blocks: what has left the window is not needed.
-        for manager in self.managers:
-            manager.remove_skipped_blocks(request_id, max(0, total - num_in_flight_tokens))
-        needed = self._blocks_to_allocate(request_id, need_slot, found, local + num_external_tokens)
-        if needed + watermark > self.pool.num_free - reserved_blocks:
+        self.remove_skipped_blocks(request_id, max(0, total - num_in_flight_tokens))
+        need = Need(need_slot, local + num_external_tokens, local, main_tokens)
+        if self._blocks_to_allocate(request_id, found, need) + watermark > self.pool.num_free - reserved_blocks:
             return None
         external = self.no_hit
         if num_external_tokens or any(len(blocks) for blocks in found):
-            external = self._adopt(request_id, found, local, num_external_tokens)
-        new = tuple(manager.allocate_new_blocks(request_id, need_slot) for manager in self.managers)
+            external = self._adopt(request_id, found, local, num_external_tokens, loaded_groups)
+        new = tuple(manager.allocate_new_blocks(request_id, need_slot, main_tokens) for manager in self.managers)
         if external is self.no_hit:
             return new
         return tuple(np.concatenate(pair) for pair in zip(external, new, strict=True))
 
-    def _blocks_to_allocate(
-        self,
-        request_id: str,
-        num_tokens: int,
-        hit: Hit,
-        total_computed_tokens: int,
-        *,
-        apply_cap: bool = False,
-    ) -> int:
+    def _blocks_to_allocate(self, request_id: str, hit: Hit, need: Need) -> int:
         return sum(
-            manager.num_blocks_to_allocate(request_id, num_tokens, blocks, total_computed_tokens, apply_cap=apply_cap)
+            manager.num_blocks_to_allocate(request_id, blocks, need)
             for manager, blocks in zip(self.managers, hit, strict=True)
         )
 
-    def _adopt(self, request_id: str, hit: Hit, num_local_tokens: int, num_external_tokens: int) -> Hit:
+    def _adopt(
+        self, request_id: str, hit: Hit, num_local: int, num_external: int, loaded_groups: frozenset[int]
+    ) -> Hit:
         """All groups' hits are touched before any external block is taken: one group must not evict another's hit."""
+        if any(manager.is_tracked(request_id) for manager in self.managers):
+            if any(len(blocks) for blocks in hit):
+                raise EngineFatal("AssertionError")
+            return self.no_hit
         for manager, blocks in zip(self.managers, hit, strict=True):
-            manager.add_local_computed_blocks(request_id, blocks, num_local_tokens + num_external_tokens)
-        if not num_external_tokens:
+            manager.add_local_computed_blocks(request_id, blocks, num_local, num_external)
+        if not num_external:
             return self.no_hit
         return tuple(
-            manager.allocate_external_computed_blocks(request_id, num_local_tokens, num_external_tokens)
+            manager.allocate_external_computed_blocks(
+                request_id, num_local, num_external, zero=manager.group not in loaded_groups
+            )
             for manager in self.managers
         )
 
@@ -215,7 +321,34 @@ class KVCacheManager:
         """Returns the blocks that got a hash, per group."""
         if not self.pool.enable_caching:
             return []
-        return [manager.cache_blocks(request, keys, num_tokens) for manager in self.managers]
+        boundaries = self._replay_boundaries(request.num_prompt_tokens)
+        return [
+            manager.cache_blocks(
+                request, keys, self._cacheable(num_tokens, manager.block_size, manager.drops_eagle_block), boundaries
+            )
+            for manager in self.managers
+        ]
+
+    def _replay_boundaries(self, num_prompt_tokens: int) -> list[int]:
+        """Where the same prompt, or one that goes on from it, finds its hit (vLLM: replay_boundaries)."""
+        if not self.rules.drops_eagle_block:
+            return [num_prompt_tokens - 1]
+        block = self.block_size
+        ends = ((num_prompt_tokens - 1) // block * block, num_prompt_tokens // block * block)
+        return sorted({max(end - block, 0) for end in ends})
+
+    def _cacheable(self, num_tokens: int, block_size: int, drops_eagle_block: bool) -> int:  # noqa: FBT001
+        """The prefix that a group may hash: hits cannot end elsewhere (vLLM: get_num_cacheable_tokens)."""
+        final = max(0, num_tokens - max(0, self._drafts.num_prefill_lookahead - 1))
+        if len(self.managers) == 1:
+            return final
+        aligned = self._aligned(num_tokens)
+        if drops_eagle_block and aligned > 0:
+            return min(final, self._aligned(final) + block_size)
+        return aligned
+
+    def _aligned(self, num_tokens: int) -> int:
+        return num_tokens if self.hits_inside_blocks else num_tokens // self.block_size * self.block_size
 
     def evict_blocks(self, block_ids: Iterable[int]) -> list[int]:
         return self.pool.evict_blocks(block_ids)
@@ -232,11 +365,48 @@ class KVCacheManager:
     def free(self, request_id: str) -> tuple[BlockIds, ...]:
         """Free all its blocks: groups in order, within a group the tail first. Returns them in that order."""
         # Copied, because numpy is slow to index with an array that runs backwards.
-        freed = tuple(manager.pop_blocks_for_free(request_id)[::-1].copy() for manager in self.managers)
+        freed = tuple(blocks[::-1].copy() for blocks in self.pop_blocks_for_free(request_id))
         for block_ids in freed:
             if len(block_ids):
                 self.pool.free_blocks(block_ids)
         return freed
+
+    def pop_blocks_for_free(self, request_id: str) -> tuple[BlockIds, ...]:
+        """The request's blocks, which nobody frees yet; its tables are gone."""
+        return tuple(manager.pop_blocks_for_free(request_id) for manager in self.managers)
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    def start_step(self) -> None:
+        for manager in self._aligned_mamba:
+            manager.start_step()
+
+    def take_blocks_to_zero(self) -> list[int]:
+        """Blocks taken since the last call whose old contents somebody could read."""
+        taken = [block_id for manager in self.managers for block_id in manager.take_new_block_ids()]
+        return taken if self.has_mamba else []
+
+    def zero_again(self, request_id: str, start_token: int) -> None:
+        """A load has not written these blocks after all (vLLM: record_blocks_for_zeroing)."""
+        for manager in self.managers:
+            manager.record_again(request_id, start_token)
+
+    def take_block_copies(self) -> list[tuple[int, int]]:
+        """(from, to), each with a reference that ends when the copy has been made."""
+        return [copy for manager in self.managers for copy in manager.take_block_copies()]
+
+    def take_boundary_states(self) -> dict[str, list[BoundaryState]]:
+        """Mamba states of this step that stand for exactly so many tokens, by request."""
+        states: dict[str, list[BoundaryState]] = {}
+        for manager in self._aligned_mamba:
+            for request_id, state in manager.take_boundary_states():
+                states.setdefault(request_id, []).append(state)
+        return states
+
+    def take_finished_tails(self, request_id: str, num_computed: int, num_in_flight: int) -> list[BoundaryState]:
+        """Of a request that ends: states inside a block that nothing has been computed after."""
+        tails = [manager.take_finished_tail(request_id, num_computed, num_in_flight) for manager in self._aligned_mamba]
+        return [tail for tail in tails if tail is not None]
 
 
 class FullAttentionCacheManager(KVCacheManager):
@@ -245,10 +415,18 @@ class FullAttentionCacheManager(KVCacheManager):
     The same decisions as `KVCacheManager` makes, without looking at what cannot be.
     """
 
-    def num_blocks_to_finish(self, request_id: str, num_tokens: int, num_computed_tokens: int) -> int:
+    def get_computed_blocks(self, keys: Keys, num_tokens: int) -> FoundPrefix:
+        if not self.pool.enable_caching:
+            return FoundPrefix(self.no_hit, 0)
+        blocks = self.pool.find_prefix(keys[: (num_tokens - 1) // self.block_size])
+        return FoundPrefix((blocks,), len(blocks) * self.block_size)
+
+    def num_blocks_to_finish(
+        self, request_id: str, num_tokens: int, num_computed_tokens: int, num_draft_slots: int = 0
+    ) -> int:
         table = self.managers[0].tables.get(request_id)
         held = table.num_blocks if table is not None else 0
-        return max(cdiv(min(num_tokens, self.max_model_len), self.block_size) - held, 0)
+        return max(cdiv(min(num_tokens, self.max_model_len) + num_draft_slots, self.block_size) - held, 0)
 
     def allocate_slots(
         self,
@@ -260,10 +438,12 @@ class FullAttentionCacheManager(KVCacheManager):
         hit: Hit | None = None,
         num_local_tokens: int = 0,
         num_external_tokens: int = 0,
+        num_lookahead_tokens: int = 0,
         num_in_flight_tokens: int = 0,
         full_sequence_must_fit: bool = False,
         apply_watermark: bool = False,
         reserved_blocks: int = 0,
+        loaded_groups: frozenset[int] = frozenset(),
     ) -> tuple[BlockIds, ...] | None:
         assert num_new_tokens or num_local_tokens or num_external_tokens, request_id
         pool, block_size = self.pool, self.block_size
@@ -279,7 +459,7 @@ class FullAttentionCacheManager(KVCacheManager):
             needed = max(cdiv(min(num_tokens, self.max_model_len), block_size) - have, 0)
             if needed + leaving > pool.num_free:
                 return None
-        end = num_computed_tokens + num_local_tokens + num_external_tokens + num_new_tokens
+        end = num_computed_tokens + num_local_tokens + num_external_tokens + num_new_tokens + num_lookahead_tokens
         required = cdiv(min(end, self.max_model_len), block_size)
         if max(required - have, 0) + leaving > pool.num_free - reserved_blocks:
             return None
@@ -299,3 +479,16 @@ class FullAttentionCacheManager(KVCacheManager):
 
     def remove_skipped_blocks(self, request_id: str, num_processed_tokens: int) -> None:
         pass
+
+    def cache_blocks(self, request: Hashable, keys: Keys, num_tokens: int) -> list[BlockIds]:
+        if not self.pool.enable_caching:
+            return []
+        table = self.managers[0].table(request.request_id)
+        start = max(table.num_cached, 0)
+        end = min(num_tokens, request.num_tokens) // self.block_size
+        if start >= end:
+            return [NO_BLOCKS]
+        table.num_cached = end
+        block_ids = table.ids[start:end]
+        self.pool.cache(block_ids, keys[start:end])
+        return [block_ids]

@@ -338,13 +338,17 @@ def _intern(codes: WordArray) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 class TokenIndex:
-    """Interns blocks of real tokens, as vLLM's hash chain does: (parent, tokens, salt in the first block)."""
+    """Interns blocks of real tokens, as vLLM's hash chain does: (parent, tokens, salt in the first block).
+
+    `num_lookahead_tokens`: tokens after a block that its hash covers, too.
+    """
 
     shares_generated = True
 
-    def __init__(self, hash_block_size: int) -> None:
+    def __init__(self, hash_block_size: int, num_lookahead_tokens: int = 0) -> None:
         assert hash_block_size > 0
         self.hash_block_size = hash_block_size
+        self.num_lookahead_tokens = num_lookahead_tokens
         self._keys: dict[tuple[int | None, tuple[int, ...], str | None], int] = {}
         self._segments: dict[int, int] = {}
 
@@ -397,10 +401,11 @@ class TokenContent:
         root = text_hash(self._salt) if self._salt else 0
         self._words.append(mix64(self._words[-1] if self._words else root, token))
         self._tokens.append(token)
-        block_size = self._index.hash_block_size
-        if len(self._tokens) % block_size == 0:
+        block_size, lookahead = self._index.hash_block_size, self._index.num_lookahead_tokens
+        start = len(self._tokens) - lookahead - block_size
+        if start >= 0 and start % block_size == 0:
             parent = self._keys[-1] if self._keys else None
-            self._keys.append(self._index.key(parent, tuple(self._tokens[-block_size:]), self._salt))
+            self._keys.append(self._index.key(parent, tuple(self._tokens[start:]), self._salt))
 
     @property
     def first_output_block(self) -> int:

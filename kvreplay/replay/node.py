@@ -124,7 +124,7 @@ class Node:
             TraceSampler(),
             log,
             recompute_load_failures=around.recompute,
-            accounts=RecomputeAccounts(log, pool, around.index.num_segments),
+            accounts=RecomputeAccounts(log, around.index.num_segments),
             use_lockstep=around.use_lockstep,
             output_is_shared=around.index.shares_generated,
         )

@@ -14,8 +14,7 @@ from kvreplay.conformance.vector import UnsupportedVectorError
 from kvreplay.conformance.workload import read_workload
 
 FOLDER = Path(__file__).parent / "scheduler"
-NUM_OF_ONE_GROUP = 87
-"""Vectors of one group, FCFS, without speculative decoding and async scheduling."""
+NUM_RECORDED = 184
 
 
 @cache
@@ -32,8 +31,9 @@ FIELDS = sorted({field for name in NAMES for step in read(name)["steps"] for fie
 STATE_FIELDS = sorted({field for name in NAMES for step in read(name)["steps"] for field in step.get("after", ())})
 
 
-def test_all_vectors_of_one_group_are_here() -> None:
-    assert len(NAMES) >= NUM_OF_ONE_GROUP
+def test_all_recorded_vectors_are_here_and_none_is_beyond_the_engine() -> None:
+    assert len(NAMES) >= NUM_RECORDED
+    assert len(NAMES) == len(list(FOLDER.glob("*.json")))
     assert {read(name)["oracle"] for name in NAMES} == {"vllm 0.33.0"}
 
 
@@ -53,8 +53,8 @@ def test_a_second_run_decides_the_same_and_leaves_the_vector_alone(name: str) ->
 
 def test_a_workload_beyond_the_engine_is_refused_by_what_it_needs() -> None:
     workload = deepcopy(read(NAMES[0])["workload"])
-    workload["engine"]["policy"] = "priority"
-    with pytest.raises(UnsupportedVectorError, match=r"^policy priority$"):
+    workload["engine"]["groups"] = [{"type": "cross_attention"}]
+    with pytest.raises(UnsupportedVectorError, match=r"^group type cross_attention$"):
         list(run_workload(workload))
 
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvreplay.errors import ConfigError
 from kvreplay.kv.block_pool import BlockPool
 from kvreplay.kv.cache_manager import (
     BlocksOfRequest,
@@ -28,6 +27,7 @@ WINDOW_GROUP = KVCacheGroupSpec(kind=SLIDING_WINDOW, block_size=BLOCK, sliding_w
 class Owner:
     request_id: str = "r"
     num_prompt_tokens: int = 40
+    shared_prefix_boundary: int = 0
     num_tokens: int = 40
 
 
@@ -92,7 +92,7 @@ class TestGates:
         """Spec, trap 22: two free blocks that are the request's own hit leave none for its third."""
         kv = cache_manager(num_blocks=3)
         cached_prompt(kv, "a", 8)
-        hit, num_local = kv.get_computed_blocks(KEYS, 9)
+        hit, num_local, _ = kv.get_computed_blocks(KEYS, 9)
         assert num_local == 8
         assert allocate(kv, "b", 1, num_tokens=9, hit=hit, num_local_tokens=8) is None
         assert kv.pool.num_free == 2
@@ -111,7 +111,7 @@ class TestAdoption:
             [FULL_GROUP], BlockPool(20, enable_caching=False), max_model_len=64, max_in_flight_tokens=64
         )
         cached_prompt(kv, "a", 8)
-        assert kv.get_computed_blocks(KEYS, 9) == (kv.no_hit, 0)
+        assert kv.get_computed_blocks(KEYS, 9) == (kv.no_hit, 0, 0)
         assert kv.pool.num_cached_keys == 0
 
     def test_hits_are_touched_before_external_blocks_are_taken(self) -> None:
@@ -121,7 +121,7 @@ class TestAdoption:
         allocate(kv, "filler", 12)
         assert kv.pool.free_queue().tolist() == [2, 1]
         kv.free("filler")
-        hit, _ = kv.get_computed_blocks(KEYS, 17)
+        hit, _, _ = kv.get_computed_blocks(KEYS, 17)
         taken = allocate(kv, "b", 0, num_tokens=17, hit=hit, num_local_tokens=8, num_external_tokens=8)
         assert taken == [5, 4]
         assert kv.get_block_ids("b") == ([1, 2, 5, 4],)
@@ -129,7 +129,7 @@ class TestAdoption:
     def test_external_blocks_are_not_hashed_by_being_allocated(self) -> None:
         kv = cache_manager()
         cached_prompt(kv, "a", 8)
-        hit, _ = kv.get_computed_blocks(KEYS, 18)
+        hit, _, _ = kv.get_computed_blocks(KEYS, 18)
         allocate(kv, "b", 0, num_tokens=18, hit=hit, num_local_tokens=8, num_external_tokens=8)
         assert BlocksOfRequest(kv, "b").get_unhashed_block_ids_all_groups() == ([3, 4],)
         assert kv.num_cached_tokens("b") == 8
@@ -169,11 +169,6 @@ class TestFreeing:
         assert kv.pool.num_free == 5
 
 
-def test_several_groups_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^model.groups: one KV cache group is supported, got 2$"):
-        make_cache_manager([FULL_GROUP, WINDOW_GROUP], BlockPool(9), max_model_len=64, max_in_flight_tokens=64)
-
-
 @pytest.mark.parametrize(("group", "kind"), [(FULL_GROUP, FullAttentionCacheManager), (WINDOW_GROUP, KVCacheManager)])
 def test_full_attention_alone_takes_the_short_way(group: KVCacheGroupSpec, kind: type[KVCacheManager]) -> None:
     assert type(cache_manager(group=group)) is kind
@@ -205,7 +200,7 @@ class Life:
         self.log.append((self.kv.pool.free_queue().tolist(), self.kv.pool.keys.tolist()))
 
     def admit(self, request_id: str, keys: Any, num_tokens: int, options: dict[str, Any]) -> None:  # noqa: ANN401
-        hit, num_local = self.kv.get_computed_blocks(keys, num_tokens)
+        hit, num_local, _ = self.kv.get_computed_blocks(keys, num_tokens)
         external = min(options["external"], num_tokens - num_local)
         new = min(options["chunk"], num_tokens - num_local - external) if not options["delay"] else 0
         if not num_local + external + new:

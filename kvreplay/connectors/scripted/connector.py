@@ -57,10 +57,16 @@ class SchedulerView(Protocol):
 class ScriptedConnector:
     """Scheduler side and workers in one: `step` is set by the driver before each step."""
 
-    requires_kv_delivery = False
     lookup_is_pure = False
 
-    def __init__(self, scripts: Mapping[str, RequestScript], events: Mapping[int, list[StepEvents]]) -> None:
+    def __init__(
+        self,
+        scripts: Mapping[str, RequestScript],
+        events: Mapping[int, list[StepEvents]],
+        *,
+        requires_kv_delivery: bool = False,
+    ) -> None:
+        self.requires_kv_delivery = requires_kv_delivery
         self.step = 0
         self.lookups: list[list[Any]] = []
         self.allocations: list[list[Any]] = []
@@ -170,7 +176,7 @@ class ScriptedConnector:
         output = KVConnectorOutput(
             _by_arrival(sending, view), _by_arrival(recving, view), _by_arrival(failed, view), sorted(invalid)
         )
-        return output if output else None
+        return output or None
 
 
 def _by_arrival(request_ids: Iterable[str], view: SchedulerView) -> list[str]:

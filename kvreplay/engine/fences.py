@@ -1,0 +1,60 @@
+"""What waits for steps in flight (vLLM: Scheduler.deferred_frees, deferred_loads).
+
+With overlapping steps a step may still write into blocks that are given back. Where a connector could fill them at
+once, not ordered behind that step, they wait until it has been processed.
+"""
+
+from collections import deque
+
+from kvreplay.kv.block_pool import BlockIds
+
+
+class Fences:
+    """Counts steps with tokens, scheduled and processed. Off (`enabled` False), nothing ever waits."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.scheduled = 0
+        self.processed = 0
+        self._frees: deque[tuple[int, BlockIds]] = deque()
+        self._loads: dict[str, tuple[int, int]] = {}
+
+    @property
+    def num_waiting_blocks(self) -> int:
+        return sum(len(blocks) for _, blocks in self._frees)
+
+    @property
+    def waiting_loads(self) -> list[str]:
+        return list(self._loads)
+
+    def has_passed(self, last_scheduled: int) -> bool:
+        """Whether the step with this number has been processed."""
+        return not self.enabled or last_scheduled <= self.processed
+
+    def free_later(self, blocks: BlockIds, fence: int) -> None:
+        """`blocks` in the order in which they will be given back."""
+        if len(blocks):
+            self._frees.append((fence, blocks))
+
+    def take_freeable(self) -> list[BlockIds]:
+        """What no step in flight can write to any more. One that still waits holds up those behind it."""
+        taken = []
+        while self._frees and self._frees[0][0] <= self.processed:
+            taken.append(self._frees.popleft()[1])
+        return taken
+
+    def load_later(self, request_id: str, num_tokens: int) -> None:
+        self._loads[request_id] = (self.scheduled, num_tokens)
+
+    def cancel_load(self, request_id: str) -> bool:
+        """Whether its load had not started yet."""
+        return self._loads.pop(request_id, None) is not None
+
+    def take_startable_loads(self) -> list[tuple[str, int]]:
+        taken = []
+        for request_id, (fence, num_tokens) in list(self._loads.items()):
+            if fence > self.processed:
+                break
+            del self._loads[request_id]
+            taken.append((request_id, num_tokens))
+        return taken

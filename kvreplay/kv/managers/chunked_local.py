@@ -1,0 +1,39 @@
+"""Chunked local attention: a token attends to its own chunk only (vLLM: ChunkedLocalAttentionManager)."""
+
+import numpy as np
+
+from kvreplay.errors import EngineFatal
+from kvreplay.ids import NULL_BLOCK_ID
+from kvreplay.kv.block_pool import BlockIds, BlockPool, Keys
+from kvreplay.kv.managers.base import CacheRules, JointLookup, KVGroupManager
+from kvreplay.kv.specs import KVCacheGroupSpec
+
+
+class ChunkedLocalManager(KVGroupManager):
+    def __init__(self, spec: KVCacheGroupSpec, group: int, pool: BlockPool, rules: CacheRules) -> None:
+        super().__init__(spec, group, pool, rules)
+        assert spec.attention_chunk_size is not None
+        self.chunk = spec.attention_chunk_size
+
+    def skipped_tokens(self, num_computed_tokens: int) -> int:
+        return num_computed_tokens // self.chunk * self.chunk
+
+    def find_longest_cache_hit(
+        self, group: JointLookup, keys: Keys, max_length: int, *, drop_eagle_block: bool
+    ) -> tuple[list[BlockIds], int]:
+        """Earlier chunks count as computed without a look at the cache: any prompt "hits" them."""
+        block_size = self.block_size
+        if drop_eagle_block:
+            raise EngineFatal("AssertionError", "Hybrid KV cache is not supported for eagle + chunked local attention.")
+        if self.rules.hit_alignment != block_size:
+            raise EngineFatal(
+                "AssertionError",
+                "KV cache groups with different block sizes are not compatible with chunked local attention now",
+            )
+        num_outside = max(max_length, 0) // self.chunk * self.chunk // block_size
+        found = group.find(self.block_keys(keys)[num_outside : max_length // block_size])
+        missing = (found[0] == NULL_BLOCK_ID).nonzero()[0]
+        num_inside = int(missing[0]) if len(missing) else len(found[0])
+        outside = np.zeros(num_outside, np.int64)
+        blocks = [np.concatenate([outside, ids[:num_inside]]) for ids in found]
+        return blocks, (num_outside + num_inside) * block_size
