@@ -7,6 +7,7 @@ message 1 ms, and bytes take no time.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from kvreplay.behaviour import profile
 from kvreplay.connectors.mooncake.config import MooncakeConfig
 from kvreplay.engine.config import CacheConfig, SchedulerConfig
-from kvreplay.events import DETAIL_BLOCKS, Event, ListSink
+from kvreplay.events import DETAIL_BLOCKS, DETAIL_RUN, KINDS, Event, ListSink
 from kvreplay.faults.plan import make_plan
 from kvreplay.ids import NS_PER_MS
 from kvreplay.kv.content_index import mix64
@@ -24,14 +25,20 @@ from kvreplay.replay.config import (
     ConnectorConfig,
     KvConfig,
     ModelConfig,
+    Policy,
     ReplayConfig,
     Role,
     RoleConfig,
     TopologyConfig,
 )
+from kvreplay.replay.config_load import LoadedConfig, Origins
 from kvreplay.replay.network import LinkTiming
+from kvreplay.replay.runner import RunOptions, run_trace
 from kvreplay.replay.timing import StepTiming
-from kvreplay.trace.workload import Arrival, ClientAbort, Workload
+from kvreplay.trace.reader import read_trace
+from kvreplay.trace.schema import TraceMetadata
+from kvreplay.trace.workload import Arrival, ClientAbort, Workload, write_workload
+from kvreplay.verdict.model import Summary
 
 BLOCK = 4
 STEP_MS = 10
@@ -183,6 +190,19 @@ class Play:
             if instance is None or event.instance == instance
         ]
 
+    def story(self, *requests: str, detail: int = DETAIL_RUN) -> list[str]:
+        """What happens, a line per event: ms, where, to whom, what, and its numbers and words.
+
+        All events of this detail level but the usage samples; of these requests, if any are named.
+        """
+        return [
+            _line(event)
+            for event in self.events
+            if KINDS[event.kind].detail <= detail
+            and event.kind not in ("usage", "request.arrived")
+            and (not requests or event.request_id in requests)
+        ]
+
     def ends(self) -> dict[str | None, tuple[str, str | None, float]]:
         """Request → (last kind of end, instance, ms) as the client sees it."""
         served = {event.request_id: event.instance for event in self.of("request.routed")}
@@ -204,6 +224,29 @@ class Play:
 
 def _order(event: Event) -> tuple[int, str, int]:
     return event.time_ns, event.instance or "", -1 if event.step is None else event.step
+
+
+_WORDS = {
+    "peer": "peer",
+    "num_tokens": "tokens",
+    "num_blocks": "blocks",
+    "status": "status",
+    "cause": "cause",
+    "block_ids": "ids",
+}
+
+
+def _line(event: Event) -> str:
+    values = {word: getattr(event, column) for column, word in _WORDS.items()}
+    return " ".join(
+        [
+            f"{round(event.time_ns / NS_PER_MS, 3):.12g}",
+            event.instance or "-",
+            event.request_id or "-",
+            event.kind,
+            *(f"{word}={value}" for word, value in values.items() if value is not None),
+        ]
+    )
 
 
 def play(
@@ -232,3 +275,26 @@ def play(
     )
     cluster.run()
     return Play(cluster, sink)
+
+
+def judge(
+    folder: Path,
+    config: ReplayConfig,
+    workload: Workload,
+    *inject: str,
+    behaviour: str = "vllm-0.33",
+    policy: Policy = "fail",
+    **options: Any,  # noqa: ANN401 - fields of RunOptions
+) -> Summary:
+    """What a run of the workload comes to, as `kvreplay run` tells it."""
+    path = folder / "workload.parquet"
+    write_workload(path, workload, TraceMetadata(source={"tool": "test"}))
+    loaded = LoadedConfig(
+        config=config,
+        config_name="tiny",
+        behaviour=profile(behaviour),
+        policy=policy,
+        origins=Origins(config="test", profile="test", policy="test"),
+    )
+    settings = RunOptions(trace=path, loaded=loaded, plan=make_plan(inject), injected=inject, **options)
+    return run_trace(settings, read_trace(path)).summary
