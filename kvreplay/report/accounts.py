@@ -68,11 +68,11 @@ def instances_section(summary: Summary) -> Section:
 
 
 def over_time_section(summary: Summary, width: int, *, ascii_only: bool) -> Section:
-    if not summary.series:
+    lines = [(line, *gauge) for line in summary.series for gauge in _gauges(line)]
+    if not lines:
         return
     end = max(line.time_s[-1] for line in summary.series)
-    yield title("Over time", f"0 to {duration(end)}, summed per role")
-    lines = [(line, *gauge) for line in summary.series for gauge in _gauges(line)]
+    yield title("Over time", f"samples from 0 to {duration(end)}, summed per role")
     roles = max(len(line.role) for line in summary.series)
     labels = [f"{line.role:{roles}}  {name}" for line, name, _, _ in lines]
     tops = [f"most {number(max(values))}" + (f" of {number(top)}" if top else "") for _, _, values, top in lines]
@@ -84,8 +84,11 @@ def over_time_section(summary: Summary, width: int, *, ascii_only: bool) -> Sect
 
 
 def _gauges(line: Series) -> Iterator[tuple[str, list[int], int]]:
-    yield "blocks", line.blocks, line.capacity_blocks
-    yield "running", line.running, 0
-    if max(line.queued):
-        yield "queued", line.queued, 0
-    yield "deferred", line.deferred, 0
+    """Name, values and what they are measured against; what was 0 in every sample is left out."""
+    gauges = (
+        ("blocks", line.blocks, line.capacity_blocks),
+        ("running", line.running, 0),
+        ("queued", line.queued, 0),
+        ("deferred", line.deferred, 0),
+    )
+    return (gauge for gauge in gauges if max(gauge[1]))

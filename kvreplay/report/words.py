@@ -19,12 +19,17 @@ def duration(seconds: float | None) -> str:
     """Three or four digits that matter: `491 us`, `8.25 ms`, `12.4 s`, `3,601 s`."""
     if seconds is None:
         return "-"
-    if 0 < seconds < 0.0009995:
-        return f"{seconds * 1e6:.3g} us"
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else "1.00 s"
-    digits = 2 if seconds < 10 else 1 if seconds < 1000 else 0
-    return f"{seconds:,.{digits}f} s"
+    if seconds == 0:
+        return "0 s"
+    if seconds < 0.0009995:
+        return f"{_three_digits(seconds * 1e6)} us"
+    if seconds < 0.9995:
+        return f"{_three_digits(seconds * 1000)} ms"
+    return f"{seconds:,.1f} s" if 99.95 <= seconds < 1000 else f"{_three_digits(seconds)} s"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
 def instant(seconds: float) -> str:
