@@ -283,6 +283,8 @@ class Scheduler:
         lockstep = self.lockstep
         if lockstep.num_needing_blocks(self.step):
             self._grow_all(lockstep.needing_blocks(self.step))
+        if self._output_is_shared:
+            self._cache_filled_blocks()
         out = SchedulerOutput(self.step)
         out.num_lockstep = out.num_decodes = out.total_num_scheduled_tokens = len(lockstep)
         out.num_kv_tokens = lockstep.num_kv_tokens(self.step)
