@@ -14,7 +14,7 @@ from kvreplay.events import DETAIL_RUN, Event
 from kvreplay.kv.block_pool import BlockPool
 from kvreplay.kv.cache_manager import make_cache_manager
 from kvreplay.kv.content_index import TokenContent
-from kvreplay.kv.specs import KVCacheGroupSpec
+from kvreplay.kv.specs import MAMBA, MAMBA_ALIGN, MAMBA_NONE, KVCacheGroupSpec
 
 if TYPE_CHECKING:
     from kvreplay.conformance.mooncake_side import Side
@@ -72,11 +72,20 @@ class ScheduledHalf:
         )
         try:
             groups = [
-                KVCacheGroupSpec(kind=group.kind, block_size=group.block_size, sliding_window=group.sliding_window)
+                KVCacheGroupSpec(
+                    kind=group.kind,
+                    block_size=group.block_size,
+                    sliding_window=group.sliding_window,
+                    mamba_cache_mode=MAMBA_ALIGN if group.kind == MAMBA else MAMBA_NONE,
+                )
                 for group in side.groups
             ]
             kv = make_cache_manager(
-                groups, pool, max_model_len=_MAX_MODEL_LEN, max_in_flight_tokens=spec.max_num_batched_tokens
+                groups,
+                pool,
+                max_model_len=_MAX_MODEL_LEN,
+                max_in_flight_tokens=spec.max_num_batched_tokens,
+                retention_interval=None,
             )
         except ConfigError as error:
             raise UnsupportedVectorError(str(error)) from error

@@ -82,6 +82,7 @@ class Group:
     kind: str
     block_size: int
     sliding_window: int | None
+    prefix_replay_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -209,6 +210,8 @@ class Side:
             encodes_messages=True,
             log_line=log_line,
         )
+        if connector.producer is not None:
+            connector.producer.on_change = self.watch_entries
         self.workers.append(Worker(name, index, connector, memory, layout.layout_id))
 
     def _start_server(self) -> None:

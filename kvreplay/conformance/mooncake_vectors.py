@@ -23,8 +23,13 @@ _MAX_PERMUTED: Final = 4
 _TIMINGS: Final = (
     Timing(),
     *(Timing(http_ns=(30 + extra) * NS_PER_MS) for extra in (3, 6, 9, 12, 15)),
+    Timing(last_peer_first=True),
+    Timing(stagger_ns=0),
+    Timing(stagger_ns=40 * NS_PER_MS),
     Timing(connect_ns=8 * NS_PER_MS),
+    Timing(connect_ns=NS_PER_MS, http_ns=2 * NS_PER_MS, work_ns=6 * NS_PER_MS),
     Timing(connect_ns=NS_PER_MS, http_ns=10 * NS_PER_MS),
+    Timing(connect_ns=15 * NS_PER_MS, http_ns=60 * NS_PER_MS),
 )
 """The recorder's own times, and others about as likely: where two threads race, either may have won."""
 

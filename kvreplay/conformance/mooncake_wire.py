@@ -39,6 +39,8 @@ class Timing:
     """Between two replies that come to a proxy together."""
     http_ns: int = 30 * NS_PER_MS
     """A bootstrap server's answer."""
+    last_peer_first: bool = False
+    """In which order a consumer's pulls reach the producer's ranks."""
     work_ns: int = 3 * NS_PER_MS
     """A step, from the start of its connector work to the poll at its end."""
 
@@ -51,6 +53,9 @@ class SteadyNetwork:
         timing = self._timing
         if envelope.kind == PULL_REQUEST and envelope.destination.endswith(REAL):
             return timing.connect_ns + timing.stagger_ns * _rank_of(envelope.payload)
+        if envelope.kind == PULL_REQUEST:
+            place = envelope.num_peers - 1 - envelope.peer_index if timing.last_peer_first else envelope.peer_index
+            return timing.transit_ns * (1 + place)
         return timing.http_ns if envelope.kind == BOOTSTRAP_ANSWER else timing.transit_ns
 
 

@@ -56,13 +56,18 @@ class VirtualDriver:
     def pump(self) -> None:
         """Send what the machine wants sent, set its timer, tell its owner. After every call of the machine."""
         machine = self._machine
+        now_ns = self._loop.now_ns
+        deadline_ns = machine.next_deadline_ns
+        while deadline_ns <= now_ns and self._stalled_until_ns <= now_ns:
+            machine.on_deadline(now_ns)
+            deadline_ns = machine.next_deadline_ns
         outbox = machine.outbox
         if outbox:
             post, encode = self._bus.post, self._encode
             for envelope in outbox:
                 post(envelope if encode is None else encode(envelope))
             outbox.clear()
-        self._set_timer(machine.next_deadline_ns)
+        self._set_timer(deadline_ns)
         if not self._told and self._on_report is not None and machine.has_report:
             self._told = True
             self._on_report()

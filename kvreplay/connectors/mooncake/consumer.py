@@ -1,7 +1,6 @@
 """The consumer's half on one rank: asks producers for blocks, takes their writes, settles what they answer."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import msgspec
 
@@ -74,6 +73,7 @@ class Consumer:
         """Why each failed request failed, until its owner asks."""
         self._identity = identity
         self._ranks = identity.ranks
+        self._rank = identity.ranks.rank
         self._layout = layout
         self._kernel_ratios = kernel_ratios
         self._block_bytes = [
@@ -186,7 +186,7 @@ class Consumer:
         """Start to pull. An exception for one producer loses those after it, as it does in vLLM."""
         self._now_ns = now_ns
         for engine_id, wanted in reqs_to_recv.items():
-            metas = {req_id: replace(meta, coverage=self._coverage(meta)) for req_id, meta in wanted.items()}
+            metas = {req_id: meta.copy(self._coverage(meta)) for req_id, meta in wanted.items()}
             if self._discovery.addresses(engine_id) is None:
                 self._ask_bootstrap(engine_id, metas, now_ns)
             elif not self._start_pulls(engine_id, metas, now_ns) and not self._hears_exceptions:
@@ -254,6 +254,7 @@ class Consumer:
                 address=address,
                 peer_index=index,
                 num_peers=len(addresses),
+                place=self._rank * len(addresses) + index,
             )
             pull.include_layout = address not in self._acked_layout_peers
             if str(address).startswith(SCHEME):  # what a bootstrap server says may be anything
@@ -328,7 +329,7 @@ class Consumer:
                     request_id=req_id,
                     transfer_id=meta.transfer_id,
                     peer=pull.peer,
-                    rank=self._place(pull),
+                    rank=pull.place,
                     num_blocks=meta.num_blocks,
                 )
             )
@@ -419,19 +420,21 @@ class Consumer:
 
         Several peers bring parts of every block: the last of them to settle answers for all.
         """
-        good: list[str] = []
+        bad: dict[str, None] = {}
         for req_id in response.ok_reqs or ():
             meta = pull.metas.get(req_id)
-            missing: list[int] = []
-            if req_id in pull.open and meta is not None and meta.coverage is not None and meta.pull_tasks_count <= 1:
-                missing = meta.coverage.missing_blocks()
-            if missing and meta is not None and not meta.failed:
+            if meta is None or meta.coverage is None or meta.failed or meta.pull_tasks_count > 1:
+                continue
+            missing = meta.coverage.missing_blocks() if req_id in pull.open else []
+            if missing:
+                bad[req_id] = None
                 reason = f"wrong or missing bytes in {len(missing)} of {meta.num_blocks} blocks"
                 self._settlement.fail(pull, [req_id], reason, missing)
                 self._distrust(pull, meta, missing)
-            else:
-                good.append(req_id)
-        return msgspec.structs.replace(response, ok_reqs=good) if response.ok_reqs else response
+        if not bad:
+            return response
+        good = [req_id for req_id in response.ok_reqs or () if req_id not in bad]
+        return msgspec.structs.replace(response, ok_reqs=good)
 
     def _distrust(self, pull: Pull, meta: PullReqMeta, missing: list[int]) -> None:
         """Nothing arrived whole: the addresses may lack ranks of the producer."""
@@ -449,7 +452,7 @@ class Consumer:
                         request_id=req_id,
                         transfer_id=pull.metas[req_id].transfer_id,
                         peer=pull.peer,
-                        rank=self._place(pull),
+                        rank=pull.place,
                         status=response.status.name,
                         cause=response.err_msg,
                         cause_handle=pull.open[req_id],
@@ -467,7 +470,7 @@ class Consumer:
                 request_id=req_id,
                 transfer_id=pull.metas[req_id].transfer_id,
                 peer=pull.peer,
-                rank=self._place(pull),
+                rank=pull.place,
                 status="ok" if reason is None else "failed",
                 cause=reason,
                 cause_handle=pull.open.pop(req_id),
@@ -475,10 +478,6 @@ class Consumer:
         )
         if reason is not None:
             self.failures.setdefault(req_id, reason)
-
-    def _place(self, pull: Pull) -> int:
-        """The pull's place among those of all ranks of this engine for the same requests."""
-        return self._ranks.rank * pull.num_peers + pull.peer_index
 
     def _line(self, level: str, template: str, *arguments: object) -> None:
         if self._log is not None:

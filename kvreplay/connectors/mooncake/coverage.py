@@ -21,7 +21,7 @@ class Coverage:
     def __init__(
         self, wanted: Sequence[Sequence[int]], block_bytes: Sequence[int], kernel_ratios: Sequence[int]
     ) -> None:
-        self._wanted = [np.asarray(block_ids, np.int64) for block_ids in wanted]
+        self._wanted = wanted
         self._ratios = kernel_ratios
         self._missing_bytes: list[NDArray[np.int64] | int] = list(block_bytes[: len(wanted)])
         """Of each block; one number while that is the same for all of a group."""
@@ -36,25 +36,33 @@ class Coverage:
 
     def add(self, group: int, block_ids: BlockIds, num_bytes: int) -> None:
         """So many more bytes of each of these blocks of the memory are there, and right."""
-        wanted, received = self._wanted[group], np.asarray(block_ids, np.int64)
         missing = self._missing_bytes[group]
-        ratio = self._ratios[group]
         if isinstance(missing, int):
-            if ratio == 1 and len(received) == len(wanted) and (received == wanted).all():
+            if self._is_all(group, block_ids):
                 self._missing_bytes[group] = missing - num_bytes
                 return
-            missing = np.full(len(wanted), missing, np.int64)
+            missing = np.full(len(self._wanted[group]), missing, np.int64)
             self._missing_bytes[group] = missing
-        for block_id, count in zip(*np.unique(received // ratio, return_counts=True), strict=True):
+        wanted = np.asarray(self._wanted[group], np.int64)
+        received = np.asarray(block_ids, np.int64) // self._ratios[group]
+        for block_id, count in zip(*np.unique(received, return_counts=True), strict=True):
             missing[wanted == block_id] -= num_bytes * count
+
+    def _is_all(self, group: int, block_ids: BlockIds) -> bool:
+        """Whether these are the group's blocks. A producer sends those that it was asked for, in their order, or, where
+        something went wrong, fewer: their number and the ends tell."""
+        wanted = self._wanted[group]
+        if self._ratios[group] != 1 or len(block_ids) != len(wanted):
+            return False
+        return not len(wanted) or bool(block_ids[0] == wanted[0] and block_ids[-1] == wanted[-1])
 
     def missing_blocks(self) -> list[int]:
         """Blocks that have not arrived in full; null blocks are not waited for."""
         found: list[int] = []
         for wanted, missing in zip(self._wanted, self._missing_bytes, strict=True):
             if isinstance(missing, int):
-                lacking = wanted if missing > 0 else wanted[:0]
+                lacking = wanted if missing > 0 else ()
             else:
-                lacking = wanted[missing > 0]
-            found += lacking[lacking != NULL_BLOCK_ID].tolist()
+                lacking = np.asarray(wanted, np.int64)[missing > 0].tolist()
+            found += [block_id for block_id in lacking if block_id != NULL_BLOCK_ID]
         return found

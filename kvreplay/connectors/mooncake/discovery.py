@@ -27,6 +27,7 @@ _TRANSPORT_ERRORS: Final = {
 }
 """What went wrong with an exchange → what vLLM's HTTP client (httpx) calls it."""
 
+
 def exception_of(reason: str) -> str:
     return _TRANSPORT_ERRORS.get(reason, "ConnectError")
 

@@ -72,8 +72,6 @@ class Service:
     remote_ranks: list[int]
     unanswered: dict[str, None]
     deadline: Deadline | None = None
-    wake: Deadline | None = None
-    """Something that it waits for is ready: it goes on at the loop's next turn."""
     write: "Write | None" = None
     num_writes: int = 0
     num_replies: int = 0

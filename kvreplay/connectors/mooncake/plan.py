@@ -95,7 +95,16 @@ class RegionCopy:
         starts_blocks = self.part.source_offset == 0 and self.part.target_offset == 0
         return starts_blocks and length == self.local.block_len == self.remote.block_len
 
+    @property
+    def is_sound(self) -> bool:
+        part = self.part
+        return (
+            part.source_offset + part.length <= self.local.kv_block_len
+            and part.target_offset + part.length <= self.remote.kv_block_len
+        )
+
     def check(self) -> None:
+        """Raises BrokenPlanError if the part does not lie within its blocks."""
         if self.part.source_offset + self.part.length > self.local.kv_block_len:
             raise BrokenPlanError("Computed source transfer region exceeds local KV block size.")
         if self.part.target_offset + self.part.length > self.remote.kv_block_len:
@@ -152,6 +161,12 @@ class TransferPlan:
     num_groups: int = field(init=False)
     """Groups that a request must have, one more than the largest that a region belongs to."""
     has_shared: bool = field(init=False)
+    has_strays: bool = field(init=False)
+    """Some region belongs to no group at all."""
+    broken: tuple[RegionCopy, ...] = field(init=False)
+    """Parts that do not lie within their blocks."""
+    by_group: dict[int, tuple[RegionCopy, ...]] = field(init=False)
+    """What moves bytes of a group's blocks."""
 
     def __post_init__(self) -> None:
         costs: dict[int, GroupCost] = {}
@@ -164,18 +179,27 @@ class TransferPlan:
                     known.num_single + (not copy.merges),
                 )
         groups = [group for copy in self.copies for group in copy.local.groups]
+        by_group = {
+            group: tuple(copy for copy in self.copies if copy.part.length and group in copy.local.groups)
+            for group in costs
+        }
         object.__setattr__(self, "costs", costs)
+        object.__setattr__(self, "by_group", by_group)
         object.__setattr__(self, "num_groups", max(groups, default=-1) + 1)
+        object.__setattr__(self, "has_strays", any(group < 0 for group in groups))
+        broken = tuple(copy for copy in self.copies if copy.part.length and not copy.is_sound)
+        object.__setattr__(self, "broken", broken)
         object.__setattr__(self, "has_shared", any(len(copy.local.groups) > 1 for copy in self.copies))
 
     def check(self, segments: Sequence[WriteSegment], num_groups: int) -> None:
         """What vLLM asserts while it makes the descriptors of a request with so many groups. Raises BrokenPlanError."""
-        present = {segment.group for segment in segments}
-        for copy in self.copies:
-            if any(not 0 <= group < num_groups for group in copy.local.groups):
-                raise BrokenPlanError("Transfer region references a missing KV group.")
-            if copy.part.length and present.intersection(copy.local.groups):
-                copy.check()
+        if num_groups < self.num_groups or self.has_strays:
+            raise BrokenPlanError("Transfer region references a missing KV group.")
+        if self.broken:
+            present = {segment.group for segment in segments}
+            for copy in self.broken:
+                if present.intersection(copy.local.groups):
+                    copy.check()
 
     def num_bytes(self, segments: Sequence[WriteSegment]) -> int:
         return sum(len(segment.block_ids) * self.costs[segment.group].num_bytes for segment in segments)
@@ -194,9 +218,8 @@ class TransferPlan:
     def pieces(self, segments: Sequence[WriteSegment]) -> Iterator[tuple[WriteSegment, Piece]]:
         """Everything, in as few pieces as there are regions; in no order that matters."""
         for segment in segments:
-            for copy in self.copies:
-                if copy.part.length and segment.group in copy.local.groups:
-                    yield segment, Piece(copy, segment.source_block_ids, segment.block_ids)
+            for copy in self.by_group[segment.group]:
+                yield segment, Piece(copy, segment.source_block_ids, segment.block_ids)
 
     def descriptors(self, segments: Sequence[WriteSegment]) -> Iterator[tuple[WriteSegment, Piece]]:
         """Everything as the engine gets it: request by request, region by region, run by run."""

@@ -1,7 +1,7 @@
 """The producer's half on one rank: keeps finished requests' blocks, and writes them to consumers that ask."""
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -70,6 +70,8 @@ class Producer:
         """Transfer id → transfer: `reqs_need_send`."""
         self.layouts = LayoutMatcher(layout, identity.ranks, heads, log_line)
         self.num_stray_messages = 0
+        self.on_change: Callable[[], None] | None = None
+        """Told of every state that the transfers go through, for those who watch closely."""
         self._answers_drops = behaviour["mooncake_producer_drop"] == "answer"
         self._expires_placeholders = behaviour["mooncake_placeholder"] == "expire"
         self._fences = behaviour["transfer_fence"] == "attempt"
@@ -82,8 +84,8 @@ class Producer:
         self._stats = stats
         self._log = log_line
         self._deadlines = Deadlines()
-        self._expiries = Deadlines()
-        """Apart from the others: a poll looks at them too, and may come before its loop does."""
+        self._woken: dict[Service, None] = {}
+        """Pulls for which something is ready: they go on at the loop's next turn."""
         self._planner = CopyPlanner(
             kernel_ratios=kernel_ratios,
             state_groups=state_groups,
@@ -124,7 +126,7 @@ class Producer:
 
     @property
     def next_deadline_ns(self) -> int:
-        return min(self._deadlines.next_ns, self._expiries.next_ns)
+        return 0 if self._woken else self._deadlines.next_ns
 
     @property
     def has_report(self) -> bool:
@@ -152,7 +154,10 @@ class Producer:
             self._start_queued(now_ns)
 
     def on_deadline(self, now_ns: int) -> None:
-        self._expiries.fire(now_ns)
+        woken, self._woken = self._woken, {}
+        for service in woken:
+            if service.write is None and service in self._services:
+                self._advance(service, now_ns)
         self._deadlines.fire(now_ns)
         self._start_queued(now_ns)
 
@@ -202,17 +207,15 @@ class Producer:
 
     def record_send_reqs(self, metadata: MooncakeConnectorMetadata, now_ns: int) -> None:
         """Take the step's metadata. What vLLM does not expect ends it there, unheard: the rest is lost."""
-        woken: dict[Service, None] = {}
         for p_req_id, (transfer_id, block_ids) in metadata.reqs_to_send.items():
             if not block_ids:
                 self._announce(p_req_id, transfer_id)
-            elif not self._finish(p_req_id, transfer_id, block_ids, woken, now_ns):
+            elif not self._finish(p_req_id, transfer_id, block_ids, now_ns):
                 break
+            self._changed()
         else:
-            self._drop(metadata.reqs_not_processed, woken)
-        for service in woken:
-            if service.wake is None:
-                service.wake = self._deadlines.at(now_ns, self._on_woken, service)
+            self._drop(metadata.reqs_not_processed)
+        self._changed()
 
     def _announce(self, p_req_id: str, transfer_id: str) -> None:
         self._gone.pop(transfer_id, None)
@@ -222,9 +225,7 @@ class Producer:
         elif entry.announced_by is None:
             entry.announced_by = p_req_id
 
-    def _finish(
-        self, p_req_id: str, transfer_id: str, block_ids: list[list[int]], woken: dict[Service, None], now_ns: int
-    ) -> bool:
+    def _finish(self, p_req_id: str, transfer_id: str, block_ids: list[list[int]], now_ns: int) -> bool:
         """The request's blocks are there to be sent. False: nobody knows the transfer, and the step's rest is lost."""
         entry = self.entries.get(transfer_id)
         if self._accepts_unknown:
@@ -238,19 +239,19 @@ class Producer:
         if entry is None:
             return False
         self._make_ready(entry, p_req_id, block_ids, now_ns)
-        woken.update(entry.waiters)
+        self._woken.update(entry.waiters)
         return True
 
     def _make_ready(self, entry: SendBlockMeta, p_req_id: str, block_ids: list[list[int]], now_ns: int) -> None:
         entry.p_req_id = p_req_id
         entry.local_block_ids = block_ids
         entry.ready = True
-        self._expiries.cancel(entry.expiry)
+        self._deadlines.cancel(entry.expiry)
         self._overdue.pop(entry.transfer_id, None)
         # A poll frees what expired before it, not what expires in that very instant.
-        entry.expiry = self._expiries.at(now_ns + self._abort_timeout_ns + 1, self._on_overdue, entry)
+        entry.expiry = self._deadlines.at(now_ns + self._abort_timeout_ns + 1, self._on_overdue, entry)
 
-    def _drop(self, transfer_ids: Iterable[str], woken: dict[Service, None]) -> None:
+    def _drop(self, transfer_ids: Iterable[str]) -> None:
         for transfer_id in transfer_ids:
             entry = self.entries.get(transfer_id)
             if self._accepts_unknown and entry is not None and entry.ready:
@@ -262,12 +263,12 @@ class Producer:
                 self._remember_gone(transfer_id)
                 if entry is not None:
                     entry.dropped = True
-                    woken.update(entry.waiters)
+                    self._woken.update(entry.waiters)
 
     def _remove(self, transfer_id: str) -> SendBlockMeta | None:
         entry = self.entries.pop(transfer_id, None)
         if entry is not None:
-            self._expiries.cancel(entry.expiry)
+            self._deadlines.cancel(entry.expiry)
             self._overdue.pop(transfer_id, None)
         return entry
 
@@ -279,8 +280,11 @@ class Producer:
     # -- what the scheduler hears -------------------------------------------------------------------------
 
     def note_overdue(self, now_ns: int) -> None:
-        """A poll looks at the clock itself: what has expired since the loop last ran is its to free."""
-        self._expiries.fire(now_ns)
+        """A poll looks at the clock itself: it frees what has expired while the loop was busy."""
+        for entry in self.entries.values():
+            if entry.expiry is not None and entry.expiry.action is not None and entry.expiry.time_ns <= now_ns:
+                self._deadlines.cancel(entry.expiry)
+                self._overdue[entry.transfer_id] = entry
 
     def take_finished(self, now_ns: int) -> list[str]:
         """Requests whose blocks may be freed: sent, or never asked for in time."""
@@ -300,7 +304,7 @@ class Producer:
         for transfer_id in transfer_ids:
             entry = self.entries.get(transfer_id)
             if entry is not None and entry.ready:
-                self._expiries.cancel(entry.expiry)
+                self._deadlines.cancel(entry.expiry)
                 self._overdue[transfer_id] = entry
 
     def _expire(self, entry: SendBlockMeta, now_ns: int) -> None:
@@ -386,11 +390,6 @@ class Producer:
                 self.entries[transfer_id] = entry
         return entry
 
-    def _on_woken(self, service: Service, now_ns: int) -> None:
-        service.wake = None
-        if service.write is None and service in self._services:
-            self._advance(service, now_ns)
-
     def _advance(self, service: Service, now_ns: int) -> None:
         """Start to write what is ready, or wait for something to be."""
         self._deadlines.cancel(service.deadline)
@@ -402,7 +401,7 @@ class Producer:
             service.deadline = self._deadlines.at(now_ns + self._abort_timeout_ns, self._on_never_ready, service)
 
     def _on_never_ready(self, service: Service, now_ns: int) -> None:
-        if service.wake is not None:
+        if service in self._woken:
             return  # something has become ready at this very instant
         pending = service.pending
         service.pending = {}
@@ -433,6 +432,7 @@ class Producer:
                 if not entry.need_send:
                     self._resolve_need_send(entry, service)
                 write.batch.append((d_req_id, entry))
+                self._changed()
             else:
                 # It expired while something else was written: it is in neither list of the reply.
                 self._line(log.WARNING, log.EXPIRED_BEFORE_SENDING, d_req_id)
@@ -471,6 +471,7 @@ class Producer:
                 entry.sent += 1
             elif not self._fences:
                 continue
+            self._changed()
             self._complete(entry)
         service.write = None
         self._reply(
@@ -519,7 +520,6 @@ class Producer:
 
     def _end_service(self, service: Service) -> None:
         self._deadlines.cancel(service.deadline)
-        self._deadlines.cancel(service.wake)
         self._services.pop(service, None)
 
     def _give_up(self, service: Service, pending: dict[str, SendBlockMeta]) -> None:
@@ -541,6 +541,10 @@ class Producer:
                 else:
                     service.write.is_last = True
         self._queue = deque(asked for asked in self._queue if (asked.conversation, asked.attempt) != gone)
+
+    def _changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
 
     def _line(self, level: str, template: str, *arguments: object) -> None:
         if self._log is not None:

@@ -10,12 +10,10 @@ from kvreplay.connectors.mooncake.structs import MooncakeConnectorMetadata, Pull
 from kvreplay.engine.connector import KVConnectorOutput, RequestBlocks
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.errors import EngineFatal
+from kvreplay.kv.specs import MAMBA
 
 PULL_PARAMETERS: Final = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 """Without any of these in `kv_transfer_params` there is nobody to pull from."""
-
-STATES: Final = "mamba"
-"""The kind of a KV cache group of Mamba states."""
 
 _Blocks = list[list[int]]
 
@@ -29,13 +27,18 @@ class TransferGroup(Protocol):
     def block_size(self) -> int: ...
     @property
     def sliding_window(self) -> int | None: ...
+    @property
+    def prefix_replay_tokens(self) -> int:
+        """Last tokens of a hit that are computed again, because no cache holds their window."""
+        ...
 
 
 class MooncakeScheduler:
     """One engine's. With role `kv_both` it is neither producer nor consumer only, and does both.
 
     It changes `kv_transfer_params`, as vLLM does: `do_remote_prefill` is cleared when it has been acted upon. A model
-    with states needs the one before the last token: the producer leaves that token out, the consumer computes it.
+    with states, or with windows that are replayed, needs what was before the last token: the producer leaves that
+    token out, the consumer computes it.
     """
 
     lookup_is_pure = True
@@ -54,7 +57,7 @@ class MooncakeScheduler:
         """Requests that lacked parameters, for which vLLM logs a warning."""
         self._log = log_line
         self._window_blocks = _window_blocks(groups)
-        self._has_states = any(group.kind == STATES for group in groups)
+        self._leaves_last_token = any(group.kind == MAMBA or group.prefix_replay_tokens > 0 for group in groups)
         self._prefills_without_params = behaviour["mooncake_missing_params"] == "prefill"
         self._ignores_misrouted = behaviour["mooncake_role_mismatch"] == "ignore"
         self._sent_statuses = {RequestStatus.FINISHED_LENGTH_CAPPED}
@@ -73,7 +76,7 @@ class MooncakeScheduler:
                 params.pop("do_remote_prefill", None)
             if self.is_kv_consumer:
                 params.pop("do_remote_decode", None)
-        if params.get("do_remote_decode") and self._has_states:
+        if params.get("do_remote_decode") and self._leaves_last_token:
             _leave_last_token_out(request, params)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -85,7 +88,7 @@ class MooncakeScheduler:
         if self._prefills_without_params and not _has_pull_parameters(params):
             return 0, False
         num_tokens = request.num_prompt_tokens
-        if self._has_states and num_tokens > 1:
+        if self._leaves_last_token and num_tokens > 1:
             num_tokens -= 1
         # Not rounded to blocks: the last one is pulled too, however full it is.
         num_tokens -= num_computed_tokens

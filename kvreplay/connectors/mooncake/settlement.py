@@ -27,6 +27,7 @@ class Pull:
         "open",
         "peer",
         "peer_index",
+        "place",
     )
 
     def __init__(
@@ -38,6 +39,7 @@ class Pull:
         address: str = "",
         peer_index: int = 0,
         num_peers: int = 0,
+        place: int = 0,
     ) -> None:
         self.conversation = conversation
         self.metas = metas
@@ -48,6 +50,8 @@ class Pull:
         self.address = address
         self.peer_index = peer_index
         self.num_peers = num_peers
+        self.place = place
+        """Its number among the pulls of all ranks of its engine for the same requests."""
         self.attempt = 0
         self.include_layout = True
         self.deadline: Deadline | None = None

@@ -220,6 +220,17 @@ class PullReqMeta:
     coverage: Coverage | None = None
     """What has been received; kept only where that is looked at."""
 
+    def copy(self, coverage: Coverage | None) -> "PullReqMeta":
+        """A worker's own, untouched yet."""
+        return PullReqMeta(
+            d_req_id=self.d_req_id,
+            transfer_id=self.transfer_id,
+            local_block_ids=self.local_block_ids,
+            remote_engine_id=self.remote_engine_id,
+            remote_bootstrap_addr=self.remote_bootstrap_addr,
+            coverage=coverage,
+        )
+
     @property
     def has_blocks(self) -> bool:
         return any(self.local_block_ids)

@@ -15,7 +15,7 @@ from kvreplay.connectors.mooncake.log import LogSink
 from kvreplay.connectors.mooncake.memory import RankMemory, RowMemory
 from kvreplay.connectors.mooncake.plan import HeadLayout
 from kvreplay.connectors.mooncake.producer import Producer
-from kvreplay.connectors.mooncake.scheduler import STATES, TransferGroup
+from kvreplay.connectors.mooncake.scheduler import TransferGroup
 from kvreplay.connectors.mooncake.sharding import Sharding
 from kvreplay.connectors.mooncake.stats import MooncakeStats
 from kvreplay.connectors.mooncake.structs import (
@@ -32,7 +32,7 @@ from kvreplay.engine.connector import KVConnectorOutput
 from kvreplay.errors import EngineFatal
 from kvreplay.events import EventSink
 from kvreplay.kv.memory import KVMemory
-from kvreplay.kv.specs import KVCacheGroupSpec
+from kvreplay.kv.specs import MAMBA, KVCacheGroupSpec
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.envelope import BOOTSTRAP_ANSWER, PULL_REPLY, PULL_REQUEST, WRITE_DATA, WRITE_DONE, Envelope
 from kvreplay.transport.undelivered import Undelivered
@@ -104,7 +104,7 @@ class MooncakeWorker:
         self._bootstrap_driver: VirtualDriver | None = None
         self._by_kind: dict[str, VirtualDriver] = {}
         self._notifies_peers = behaviour["pull_wait"] == "bounded"
-        state_groups = frozenset(index for index, group in enumerate(groups) if group.kind == STATES)
+        state_groups = frozenset(index for index, group in enumerate(groups) if group.kind == MAMBA)
         kernel_ratios = [1 if index in state_groups else memory.kernel_ratio for index in range(len(groups))]
         encode_envelope = _encode_payload if encodes_messages else None
 
@@ -180,7 +180,7 @@ class MooncakeWorker:
         )
 
     def get_finished(self, finished_req_ids: Sequence[str]) -> KVConnectorOutput | None:
-        if self.producer is not None:
+        if self.producer is not None and self.sender_stalled_until_ns > self._loop.now_ns:
             self.producer.note_overdue(self._loop.now_ns)
         if not self.has_report():
             return None

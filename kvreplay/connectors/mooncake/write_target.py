@@ -12,7 +12,7 @@ from kvreplay.connectors.mooncake.plan import Piece, WriteSegment
 from kvreplay.connectors.mooncake.settlement import Pull
 from kvreplay.connectors.mooncake.structs import WriteData
 from kvreplay.kv.content import WordArray
-from kvreplay.kv.memory import BlockIds, Provenance
+from kvreplay.kv.memory import Provenance
 from kvreplay.sim.envelope import Corruption, Envelope
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -55,7 +55,8 @@ class WriteTarget:
             return -1
         if data.lands is not None or not envelope.write_result:
             try:
-                if not self._land(data, pull, _damages(envelope.corruptions, data)):
+                damages = _damages(envelope.corruptions, data) if envelope.corruptions else {}
+                if not self._land(data, pull, damages):
                     return -1
             except UnregisteredMemoryError:
                 return -1
@@ -63,7 +64,7 @@ class WriteTarget:
 
     def _land(self, data: WriteData, pull: Pull | None, damages: dict[int, list[Damage]]) -> bool:
         """Copy what this delivery brings. False if the producer has nothing to read any more."""
-        is_new = not self.verifies or pull is None or _is_new(data, pull)
+        counts = self.verifies and pull is not None and _is_new(data, pull)
         for segment, piece in data.landing():
             contents = data.read(piece)
             if contents is None:
@@ -71,55 +72,41 @@ class WriteTarget:
             is_wanted = pull is not None and segment.request_id in pull.open
             # A late write's blocks may belong to someone else by now.
             provenance = None if is_wanted else Provenance(segment.transfer_id, segment.request_id)
-            hits = _hits(damages.get(id(segment)), segment, piece) if damages else ()
-            if self.verifies:
-                self._write_verified(segment, piece, contents, hits, provenance, pull if is_new else None)
-            else:
-                self._write_trusted(segment, piece, contents, hits, provenance)
+            if damages:
+                piece, contents = self._damage(segment, piece, contents, damages)
+            part = piece.copy.part
+            self.memory.write(
+                piece.copy.remote, piece.block_ids, part.target_offset, part.length, contents, provenance=provenance
+            )
+            if damages and not self.verifies:
+                self._mark_corrupted(segment, piece, damages)
+            if counts and pull is not None:
+                coverage = pull.metas[segment.request_id].coverage
+                if coverage is not None:
+                    coverage.add(segment.group, piece.block_ids, part.length)
         return True
 
-    def _write_trusted(
-        self,
-        segment: WriteSegment,
-        piece: Piece,
-        contents: Contents,
-        hits: Sequence[Damage],
-        provenance: Provenance | None,
-    ) -> None:
-        self._put(piece, piece.block_ids, _damaged(contents, hits), provenance)
-        for block, corruption in hits:
+    def _damage(
+        self, segment: WriteSegment, piece: Piece, contents: Contents, damages: dict[int, list[Damage]]
+    ) -> tuple[Piece, Contents]:
+        """What arrives of a piece. With checksums only blocks that have the sender's."""
+        hits = _hits(damages.get(id(segment)), segment, piece)
+        if not hits:
+            return piece, contents
+        delivered = _damaged(contents, hits)
+        if not self.verifies:
+            return piece, delivered
+        is_good = _is_good(contents, delivered, hits)
+        ids = [np.asarray(block_ids, np.int64)[is_good] for block_ids in piece[1:]]
+        return Piece(piece.copy, *ids), delivered[is_good]
+
+    def _mark_corrupted(self, segment: WriteSegment, piece: Piece, damages: dict[int, list[Damage]]) -> None:
+        for block, corruption in _hits(damages.get(id(segment)), segment, piece):
             self.memory.mark_corrupted(
                 piece.copy.remote,
                 int(piece.block_ids[block]),
                 Provenance(segment.transfer_id, segment.request_id, corruption.fault_spec, corruption.fault_handle),
             )
-
-    def _write_verified(
-        self,
-        segment: WriteSegment,
-        piece: Piece,
-        contents: Contents,
-        hits: Sequence[Damage],
-        provenance: Provenance | None,
-        pull: Pull | None,
-    ) -> None:
-        """Only blocks with the sender's checksum; those count towards what `pull` waits for."""
-        block_ids, delivered = piece.block_ids, contents
-        if hits:
-            delivered = _damaged(contents, hits)
-            is_good = _is_good(contents, delivered, hits)
-            block_ids = np.asarray(block_ids, dtype=np.int64)[is_good]
-            delivered = delivered[is_good]
-        self._put(piece, block_ids, delivered, provenance)
-        coverage = pull.metas[segment.request_id].coverage if pull is not None else None
-        if coverage is not None:
-            coverage.add(segment.group, block_ids, piece.copy.part.length)
-
-    def _put(self, piece: Piece, block_ids: BlockIds, contents: Contents, provenance: Provenance | None) -> None:
-        part = piece.copy.part
-        self.memory.write(
-            piece.copy.remote, block_ids, part.target_offset, part.length, contents, provenance=provenance
-        )
 
 
 def _is_new(data: WriteData, pull: Pull) -> bool:
