@@ -277,7 +277,9 @@ class Instance:
 
     def _apply_aborts(self) -> None:
         if self._aborts:
-            aborts, self._aborts = self._aborts, []
+            # Who is still in the input queue is aborted when it has been taken in (vLLM puts aborts into both queues).
+            queued = {request.request_id for request in self._arrivals}
+            aborts, self._aborts = self._aborts, [name for name in self._aborts if name in queued]
             for request in self.scheduler.finish_requests(aborts, RequestStatus.FINISHED_ABORTED):
                 if self.on_finished is not None:
                     self.on_finished(request)
