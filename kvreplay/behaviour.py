@@ -53,6 +53,43 @@ SWITCHES: Final[dict[str, Switch]] = {
             v2026_08="silent",
         ),
         _switch(
+            "hybrid_failure",
+            "vllm#50388; scheduler.py _update_requests_with_invalid_blocks, _handle_invalid_blocks",
+            {
+                "unpack_crash": "with several KV cache groups, a report of bad blocks kills the engine as soon as it "
+                "looks at a request (before #50388)",
+                "whole_request": "whoever holds a bad block computes everything again (exactly #50388)",
+                "v0_33": "block-level reports with several groups kill the engine; requests must be reported (0.33.0)",
+                "ideal": "each request goes back to the longest prefix that is valid in every group",
+            },
+            v0_33="v0_33",
+            ideal="ideal",
+            v2026_08="unpack_crash",
+        ),
+        _switch(
+            "request_level_failures",
+            "vllm#42461; scheduler.py _handle_failed_recving, KVConnectorTransferResults.failed_recving",
+            {
+                "off": "only blocks can be reported as failed",
+                "on": "a connector can report whole requests (0.33.0)",
+            },
+            v0_33="on",
+            ideal="on",
+            v2026_08="off",
+        ),
+        _switch(
+            "waiting_model",
+            "scheduler.py: skipped_waiting, since 0.33.0 kv_holding_waiting",
+            {
+                "skipped_waiting": "whoever was passed over is scanned first, with blocks or without: one that does "
+                "not fit hides finished loads behind it",
+                "kv_holding": "requests that hold blocks are scanned first (0.33.0)",
+            },
+            v0_33="kv_holding",
+            ideal="kv_holding",
+            v2026_08="skipped_waiting",
+        ),
+        _switch(
             "mooncake_missing_params",
             "mooncake_connector.py update_state_after_alloc",
             {
@@ -238,8 +275,13 @@ def _profiles() -> dict[str, Behaviour]:
 
     return {
         "vllm-0.33": derived("vllm-0.33"),
+        "pre-50388": derived("pre-50388", hybrid_failure="unpack_crash"),
+        "post-50388": derived("post-50388", hybrid_failure="whole_request"),
         "pre-50984": derived("pre-50984", mooncake_failure="silent"),
         "post-50984": derived("post-50984", mooncake_failure="report"),
+        "vllm-2026-08": Behaviour(
+            "vllm-2026-08", {name: switch.v2026_08 or switch.v0_33 for name, switch in SWITCHES.items()}
+        ),
         "ideal": Behaviour("ideal", {name: switch.ideal for name, switch in SWITCHES.items()}),
     }
 

@@ -7,13 +7,15 @@ other versions did with them is in `engine.history.hybrid_failures`, what should
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
 from kvreplay.engine.accounts import RecomputeAccounts
+from kvreplay.engine.history.hybrid_failures import unpack_crash, whole_request
+from kvreplay.engine.ideal_recovery import longest_valid_prefix
 from kvreplay.engine.output import SchedulerOutput
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.errors import EngineFatal
@@ -40,26 +42,43 @@ class FailureRules:
 VLLM_0_33_FAILURES: Final = FailureRules()
 
 
+class _Scan(Protocol):
+    """Cuts requests back that hold bad blocks. Returns their ids, and the blocks to evict under policy `fail`."""
+
+    def __call__(
+        self, recovery: Recovery, requests: Iterable[Request], invalid: BlockIds, scheduled: Mapping[str, int]
+    ) -> tuple[list[str], list[int]]: ...
+
+
+_HYBRID_SCANS: Final[Mapping[str, _Scan]] = {
+    UNPACK_CRASH: unpack_crash,
+    WHOLE_REQUEST: whole_request,
+    LONGEST_VALID_PREFIX: longest_valid_prefix,
+}
+
+
 class Recovery:
     """Both handlers return the ids whose output of this step is skipped; under policy `fail` they then end with
     FINISHED_ERROR."""
 
     def __init__(self, scheduler: Scheduler, *, recompute: bool, rules: FailureRules = VLLM_0_33_FAILURES) -> None:
         self.recompute = recompute
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._rules = rules
-        self._is_hybrid = len(scheduler.kv.groups) > 1
+        is_hybrid = len(scheduler.kv.groups) > 1
+        self._rejects_blocks = is_hybrid and rules.hybrid == REJECT
+        self._scan: _Scan = _HYBRID_SCANS.get(rules.hybrid, truncate_at_invalid) if is_hybrid else truncate_at_invalid
 
     def handle_failed_recving(self, request_ids: Sequence[str]) -> list[str]:
         """Whole requests failed to load. Only parked ones count: a running request's report is ignored."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         affected: list[str] = []
         for request_id in request_ids if self._rules.by_request else ():
             request = scheduler.requests.get(request_id)
             if request is None or request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
                 continue
             affected.append(request_id)
-            self._note_failed_load(request, request.num_computed_tokens, 0, "request", None)
+            self.note_failed_load(request, request.num_computed_tokens, 0, "request", None)
             if self.recompute:
                 request.num_computed_tokens = 0
                 scheduler.failed_recving[request_id] = None
@@ -67,11 +86,11 @@ class Recovery:
 
     def handle_invalid_blocks(self, block_ids: Sequence[int], out: SchedulerOutput) -> list[str]:
         """Blocks failed to load. Parked requests are scanned first, then running ones, each with marks of its own."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         invalid = np.array(sorted(set(block_ids)), np.int64)
         if scheduler.log.wants_blocks:
             scheduler.log.blocks("block.invalidated", None, 0, invalid)
-        if self._is_hybrid:
+        if self._rejects_blocks:
             raise EngineFatal(
                 "RuntimeError",
                 "A KV connector reported block-level load failures (invalid_block_ids) which is not supported for "
@@ -80,25 +99,25 @@ class Recovery:
             )
         scheduler.materialise_lockstep(out, holding=invalid)
         scheduled = {share.request.request_id: share.num_tokens for share in out.shares}
-        failed_parked, _ = self._truncate_at_invalid(self._parked(), invalid, scheduled)
+        failed_parked, _ = self._scan(self, self._parked(), invalid, scheduled)
         running = [request for request in scheduler.running.values() if request.lockstep_since is None]
-        failed_running, to_evict = self._truncate_at_invalid(running, invalid, scheduled)
+        failed_running, to_evict = self._scan(self, running, invalid, scheduled)
         if self.recompute:
             scheduler.failed_recving.update(dict.fromkeys(failed_parked))
             return failed_running
         if to_evict:
-            self._evict(to_evict, running)
+            self.evict(to_evict, running)
         return failed_parked + [request_id for request_id in failed_running if request_id not in failed_parked]
 
     def _parked(self) -> list[Request]:
         return [
             request
-            for request in self._scheduler.kv_holding_waiting
+            for request in self.scheduler.kv_holding_waiting
             if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         ]
 
-    def _evict(self, block_ids: list[int], holders: Iterable[Request]) -> None:
-        scheduler = self._scheduler
+    def evict(self, block_ids: list[int], holders: Iterable[Request]) -> None:
+        scheduler = self.scheduler
         if scheduler.accounts is not None:
             for request in holders:
                 scheduler.accounts.remember_cached(request, scheduler.kv.num_cached_tokens(request.request_id))
@@ -107,46 +126,52 @@ class Recovery:
         if scheduler.on_invalid_evicted is not None:
             scheduler.on_invalid_evicted(evicted)
 
-    def _truncate_at_invalid(
-        self, requests: Iterable[Request], invalid: BlockIds, scheduled: dict[str, int]
-    ) -> tuple[list[str], list[int]]:
-        """Cut each affected request back to its longest valid prefix.
+    @staticmethod
+    def forget_taint(request: Request) -> None:
+        """What it has read wrong is computed again, and so is what it wrote after that."""
+        request.taint = 0
+        request.tainted_by = None
 
-        Returns the affected ids, and the blocks from each cut on (bad ones and what was built on them). A bad block
-        that an earlier request of the scan has claimed is left to that one to recompute.
-        """
-        kv = self._scheduler.kv
-        block_size = kv.block_size
-        marked: set[int] = set()
-        affected: list[str] = []
-        downstream: dict[int, None] = {}
-        for request in requests:
-            ids = kv.block_arrays(request.request_id)[0]
-            computed_before = request.num_computed_tokens - scheduled.get(request.request_id, 0)
-            bad_places = np.isin(ids[: max(-(-computed_before // block_size), 0)], invalid).nonzero()[0]
-            if not len(bad_places):
-                continue
-            affected.append(request.request_id)
-            request.taint = 0
-            request.tainted_by = None
-            bad = ids[bad_places].tolist()
-            mine = [place for place, block_id in zip(bad_places.tolist(), bad, strict=True) if block_id not in marked]
-            marked.update(bad)
-            if not mine:
-                request.num_computed_tokens = computed_before
-                continue
-            kept = mine[0] * block_size
-            self._note_failed_load(request, computed_before, kept, "blocks", bad)
-            request.num_computed_tokens = kept
-            downstream.update(dict.fromkeys(ids[mine[0] :].tolist()))
-        return affected, sorted(downstream)
-
-    def _note_failed_load(
+    def note_failed_load(
         self, request: Request, promised: int, kept: int, level: str, block_ids: list[int] | None
     ) -> None:
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         if scheduler.failure_reason is not None:
             request.load_error = scheduler.failure_reason(request.request_id) or request.load_error
         request.failed_load_handle = scheduler.log.load_failed(request, promised - kept, level, block_ids)
         request.failed_load_end = max(request.failed_load_end, promised)
         RecomputeAccounts.refresh(request)
+
+
+def truncate_at_invalid(
+    recovery: Recovery, requests: Iterable[Request], invalid: BlockIds, scheduled: Mapping[str, int]
+) -> tuple[list[str], list[int]]:
+    """One group: cut each affected request back to its longest valid prefix.
+
+    To be evicted are the blocks from each cut on: bad ones and what was built on them. A bad block that an earlier
+    request of the scan has claimed is left to that one to recompute.
+    """
+    kv = recovery.scheduler.kv
+    block_size = kv.block_size
+    marked: set[int] = set()
+    affected: list[str] = []
+    downstream: dict[int, None] = {}
+    for request in requests:
+        ids = kv.block_arrays(request.request_id)[0]
+        computed_before = request.num_computed_tokens - scheduled.get(request.request_id, 0)
+        bad_places = np.isin(ids[: max(-(-computed_before // block_size), 0)], invalid).nonzero()[0]
+        if not len(bad_places):
+            continue
+        affected.append(request.request_id)
+        recovery.forget_taint(request)
+        bad = ids[bad_places].tolist()
+        mine = [place for place, block_id in zip(bad_places.tolist(), bad, strict=True) if block_id not in marked]
+        marked.update(bad)
+        if not mine:
+            request.num_computed_tokens = computed_before
+            continue
+        kept = mine[0] * block_size
+        recovery.note_failed_load(request, computed_before, kept, "blocks", bad)
+        request.num_computed_tokens = kept
+        downstream.update(dict.fromkeys(ids[mine[0] :].tolist()))
+    return affected, sorted(downstream)

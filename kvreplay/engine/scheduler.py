@@ -517,10 +517,9 @@ class Scheduler:
         prefill_admitted = False
         self._scan = _Scan.UNKNOWN
         may_settle = self._may_settle and not defer_prefills
-        # Parked requests without a report are passed over one by one, which changes nothing: leave them.
-        scans_holding = bool(self.finished_recving or self._ready_holding)
+        scans_holding = self._must_scan_holding()
         while self._budget_left(out) > 0 and len(self.running) < self.max_num_active:
-            queue = self.kv_holding_waiting if scans_holding and self.kv_holding_waiting else self.waiting
+            queue = self._next_queue(scans_holding=scans_holding)
             if not queue:
                 if may_settle:
                     self._scan = _Scan.EXHAUSTED
@@ -535,10 +534,9 @@ class Scheduler:
             self._ready_holding.pop(request.request_id, None)
             if share is _Head.SKIP:
                 self.deferred_waiting[request.request_id] = request
-                is_parked = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-                if is_parked or request.num_computed_tokens > 0:
+                if self._waits_with_holders(request):
                     skipped_holding.append(request)
-                    if not is_parked:
+                    if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
                         self._ready_holding[request.request_id] = None
                 else:
                     skipped_waiting.append(request)
@@ -552,6 +550,17 @@ class Scheduler:
             self.kv_holding_waiting.add_all(skipped_holding)
         self.waiting.prepend_all(skipped_waiting)
         return prefill_admitted
+
+    def _must_scan_holding(self) -> bool:
+        """Parked requests without a report are passed over one by one, which changes nothing: leave them."""
+        return bool(self.finished_recving or self._ready_holding)
+
+    def _next_queue(self, *, scans_holding: bool) -> RequestQueue:
+        return self.kv_holding_waiting if scans_holding and self.kv_holding_waiting else self.waiting
+
+    def _waits_with_holders(self, request: Request) -> bool:
+        """Whether a request that was passed over holds blocks: nobody without may stand in front of it."""
+        return request.status is RequestStatus.WAITING_FOR_REMOTE_KVS or request.num_computed_tokens > 0
 
     def _still_does_not_fit(self) -> bool:
         """Whether the first in the queue cannot have come to fit, whatever a lookup would find."""
@@ -1194,6 +1203,10 @@ class Scheduler:
             self._leave_lockstep(request)
         self._preempt(request)
         return True
+
+    def preempt_for_recovery(self, request: Request) -> None:
+        """A running request has lost what it needs to go on; nothing of the step in progress is for it."""
+        self._preempt(request, drop_stale_output=True)
 
     def _count_attempt(self, request: Request) -> None:
         request.attempts += 1

@@ -9,8 +9,10 @@ from kvreplay.connectors.mooncake import addresses
 from kvreplay.connectors.mooncake.rank_group import MooncakeWorkers, start_workers
 from kvreplay.connectors.mooncake.scheduler import MooncakeScheduler
 from kvreplay.engine.accounts import RecomputeAccounts
+from kvreplay.engine.history.skipped_waiting import SkippedWaitingScheduler
 from kvreplay.engine.instance import Counters, Instance
 from kvreplay.engine.log import EngineLog
+from kvreplay.engine.recovery import FailureRules
 from kvreplay.engine.request import Request
 from kvreplay.engine.scheduler import Scheduler
 from kvreplay.engine.worker import WorkerModel
@@ -36,6 +38,10 @@ def instance_names(config: ReplayConfig) -> dict[str, Role]:
         for role in config.topology.roles
         for index in range(config.topology.num_instances(role))
     }
+
+
+def scheduler_kind(behaviour: Behaviour) -> type[Scheduler]:
+    return SkippedWaitingScheduler if behaviour["waiting_model"] == "skipped_waiting" else Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,18 +118,24 @@ class Node:
             groups,
             pool,
             max_model_len=role.scheduler.max_model_len,
-            max_in_flight_tokens=role.scheduler.max_num_batched_tokens,
+            max_in_flight_tokens=role.scheduler.max_in_flight_tokens,
             watermark=role.scheduler.watermark,
             retention_interval=role.cache.prefix_cache_retention_interval,
         )
         connector = MooncakeScheduler(self.kv_role, groups, around.behaviour) if self.kv_role else None
-        scheduler = Scheduler(
+        scheduler = scheduler_kind(around.behaviour)(
             role.scheduler,
             kv,
             connector,
             TraceSampler(),
             log,
             recompute_load_failures=around.recompute,
+            failure_rules=FailureRules(
+                hybrid=around.behaviour["hybrid_failure"],
+                by_request=around.behaviour["request_level_failures"] == "on",
+            ),
+            kv_role=self.kv_role,
+            loads_every_group=True,
             accounts=RecomputeAccounts(log, around.index.num_segments),
             use_lockstep=around.use_lockstep,
             output_is_shared=around.index.shares_generated,

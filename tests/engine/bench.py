@@ -9,6 +9,7 @@ from kvreplay.engine.config import SchedulerConfig
 from kvreplay.engine.connector import KVConnectorOutput
 from kvreplay.engine.log import EngineLog
 from kvreplay.engine.output import ModelRunnerOutput, RequestOutput, SchedulerOutput
+from kvreplay.engine.recovery import VLLM_0_33_FAILURES, FailureRules
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.scheduler import Scheduler
 from kvreplay.events import Event, ListSink
@@ -51,17 +52,19 @@ class Bench:
         use_lockstep: bool = False,
         enable_prefix_caching: bool = True,
         retention_interval: int | None = None,
+        groups: Sequence[KVCacheGroupSpec] = (),
+        kind: type[Scheduler] = Scheduler,
+        failure_rules: FailureRules = VLLM_0_33_FAILURES,
         **settings: Any,  # noqa: ANN401 - fields of SchedulerConfig
     ) -> None:
         config = SchedulerConfig(**{"max_num_batched_tokens": 64, "max_num_seqs": 16, "max_model_len": 256, **settings})
         self.sink = ListSink()
         self.pool = BlockPool(num_gpu_blocks, num_keys=64, enable_caching=enable_prefix_caching)
+        one_group = KVCacheGroupSpec(
+            kind=FULL if window is None else SLIDING_WINDOW, block_size=block_size, sliding_window=window
+        )
         self.kv = make_cache_manager(
-            [
-                KVCacheGroupSpec(
-                    kind=FULL if window is None else SLIDING_WINDOW, block_size=block_size, sliding_window=window
-                )
-            ],
+            groups or [one_group],
             self.pool,
             max_model_len=config.max_model_len,
             max_in_flight_tokens=config.max_num_batched_tokens,
@@ -74,18 +77,19 @@ class Bench:
         self.connector = (
             ScriptedConnector(_Default(self._scripts), {}) if scripts is not None or has_connector else None
         )
-        self.scheduler = Scheduler(
+        self.scheduler = kind(
             config,
             self.kv,
             self.connector,
             CountingSampler(),
             self.log,
             recompute_load_failures=recompute,
+            failure_rules=failure_rules,
             accounts=self.accounts,
             use_lockstep=use_lockstep,
             output_is_shared=True,
         )
-        self.index = TokenIndex(block_size)
+        self.index = TokenIndex(self.kv.rules.hash_block_size)
         self.output: SchedulerOutput | None = None
         self.outputs: list[RequestOutput] = []
 
@@ -153,6 +157,9 @@ class Bench:
 
     def blocks(self, request_id: str) -> list[int]:
         return self.kv.get_block_ids(request_id)[0]
+
+    def tables(self, request_id: str) -> tuple[list[int], ...]:
+        return self.kv.get_block_ids(request_id)
 
     def computed(self, request_id: str) -> int:
         return self.scheduler.requests[request_id].num_computed_tokens

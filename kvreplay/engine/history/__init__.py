@@ -1,0 +1,1 @@
+"""How earlier versions decided, beside the straight path."""

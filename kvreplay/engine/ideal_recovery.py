@@ -1,0 +1,85 @@
+"""What an engine should do about blocks that failed to load, with any number of KV cache groups.
+
+Stands in for `Recovery.truncate_at_invalid`: each request that holds a bad block goes back to the longest prefix that
+is valid in every group. Nothing that was built on a bad block stays in the cache, whatever the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvreplay.engine.request import Request, RequestStatus
+from kvreplay.ids import NULL_BLOCK_ID
+from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.cache_manager import KVCacheManager
+from kvreplay.kv.specs import cdiv
+
+if TYPE_CHECKING:
+    from kvreplay.engine.recovery import Recovery
+
+
+def longest_valid_prefix(
+    recovery: Recovery, requests: Iterable[Request], invalid: BlockIds, scheduled: Mapping[str, int]
+) -> tuple[list[str], list[int]]:
+    scheduler = recovery.scheduler
+    bad = invalid[invalid != NULL_BLOCK_ID]
+    affected: list[str] = []
+    for request in list(requests):
+        tables = scheduler.kv.block_arrays(request.request_id)
+        held_bad = [block_id for ids in tables for block_id in ids[np.isin(ids, bad)].tolist()]
+        if not held_bad:
+            continue
+        computed_before = request.num_computed_tokens - scheduled.get(request.request_id, 0)
+        kept = _valid_tokens(scheduler.kv, request, bad, computed_before)
+        affected.append(request.request_id)
+        recovery.note_failed_load(request, computed_before, kept, "blocks", held_bad)
+        recovery.forget_taint(request)
+        recovery.evict(_forget_from(scheduler.kv, request, kept), [request])
+        request.num_computed_tokens = kept
+        if not kept and request.status is RequestStatus.RUNNING and recovery.recompute:
+            # What its windows have left behind is gone: it starts afresh, from what is still in the cache.
+            scheduler.preempt_for_recovery(request)
+    return affected, []
+
+
+def _valid_tokens(kv: KVCacheManager, request: Request, bad: BlockIds, computed: int) -> int:
+    """The longest prefix of `computed` tokens that the request can go on from."""
+    aligned = computed // kv.block_size * kv.block_size
+    candidates: list[int] = [computed, *range(aligned, 0, -kv.block_size)]
+    for num_tokens in candidates:
+        if num_tokens > 0 and _is_valid(kv, request, bad, num_tokens, is_cut=num_tokens < computed):
+            return num_tokens
+    return 0
+
+
+def _is_valid(kv: KVCacheManager, request: Request, bad: BlockIds, num_tokens: int, *, is_cut: bool) -> bool:
+    for manager in kv.managers:
+        if not manager.spec.prefix_cacheable:
+            continue  # computed again, or empty at such a place
+        if is_cut and not manager.spec.is_attention:
+            return False  # a table of states does not go back
+        table = manager.tables.get(request.request_id)
+        needed = slice(
+            max(manager.skipped_tokens(num_tokens), 0) // manager.block_size, cdiv(num_tokens, manager.block_size)
+        )
+        ids = table.ids[needed] if table is not None else bad[:0]
+        if len(ids) < needed.stop - needed.start or (ids == NULL_BLOCK_ID).any() or np.isin(ids, bad).any():
+            return False
+    return True
+
+
+def _forget_from(kv: KVCacheManager, request: Request, num_tokens: int) -> list[int]:
+    """The request's blocks behind the prefix, which it will offer to the cache again."""
+    behind: dict[int, None] = {}
+    for manager in kv.managers:
+        table = manager.tables.get(request.request_id)
+        if table is None:
+            continue
+        first = num_tokens // manager.block_size
+        table.num_cached = min(table.num_cached, first)
+        behind.update(dict.fromkeys(table.ids[first:].tolist()))
+    behind.pop(NULL_BLOCK_ID, None)
+    return sorted(behind)
