@@ -167,7 +167,7 @@ class _Call:
                 "sync": job.is_sync,
             }
         answer["next_stored"] = [group.next_stored_chunk_idx for group in self.state.groups]
-        answer["allocated"] = sorted(connector.allocated)
+        answer["allocated"] = connector.allocated_ids.tolist()
         answer["loading"] = sorted(self._name(key) for key in connector.chunks_being_loaded or ())
         return answer
 

@@ -138,7 +138,7 @@ class _Run:
     def state(self) -> dict[str, Any]:
         chunks = self.manager.chunks
         state = manager_state(self.manager, self.labels)
-        state["free"], state["fl"] = chunks.num_free, list(chunks.free_list)
+        state["free"], state["fl"] = chunks.num_free, chunks.free_list.tolist()
         state["evictable"], state["write_pending"] = chunks.num_evictable, chunks.num_write_pending
         counts = counts_of(self.manager, self.labels)
         if counts is not None:

@@ -49,8 +49,8 @@ def cpu_state(manager: CPUOffloadingManager, labels: ContentLabels) -> State:
     chunks = manager.chunks
     state = manager_state(manager, labels)
     state["cpu_free"] = chunks.num_free
-    if chunks.free_list:
-        state["cpu_fl"] = list(chunks.free_list)
+    if len(chunks.free_list):
+        state["cpu_fl"] = chunks.free_list.tolist()
     state["evictable"] = chunks.num_evictable
     counts = counts_of(manager, labels)
     if counts is not None:

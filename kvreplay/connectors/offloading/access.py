@@ -3,6 +3,7 @@
 import numpy as np
 
 from kvreplay.connectors.offloading.arrays import NO_KEYS, Keys, Mask
+from kvreplay.connectors.offloading.keys import KeySpace
 
 
 class RequestAccess:
@@ -22,11 +23,9 @@ class RequestAccess:
         self.reused: set[int] = set()
         self.missed: set[int] = set()
 
-    def see(self, keys: Keys) -> Keys:
-        """Those of `keys` that are new, which from now on they are not."""
-        new = keys[self._is_new(keys)] if len(self.seen) else keys
+    def see(self, keys: Keys, space: KeySpace) -> Mask:
+        """Which of `keys` are new; from now on they are not."""
+        is_new = space.not_among(keys, self.seen)
+        new = keys[is_new]
         self.seen = np.concatenate([self.seen, new]) if len(self.seen) else new
-        return new
-
-    def _is_new(self, keys: Keys) -> Mask:
-        return np.isin(keys, self.seen, invert=True)
+        return is_new

@@ -62,7 +62,7 @@ class ARCPolicy:
         for key in keys[::-1].tolist():
             self._adapt(key)
 
-    def on_request_access(self, keys: Keys, context: RequestContext) -> None:
+    def on_request_access(self, keys: Keys, chunk_ids: ChunkIds, context: RequestContext) -> None:
         pass
 
     def on_request_finished(self, keys: Keys, access: RequestAccess) -> None:
@@ -79,8 +79,8 @@ class ARCPolicy:
                 elif key in self.t2:
                     self.t2.move_to_end(key)
 
-    def evict(self, count: int, protected: Keys) -> ChunkIds | None:
-        chosen = self._choose(count, set(protected.tolist()))
+    def evict(self, count: int, protected: ChunkIds) -> ChunkIds | None:
+        chosen = self._choose(count, set(self._chunks.keys[protected].tolist()))
         if chosen is None:
             return None
         victims = np.empty(count, np.int32)

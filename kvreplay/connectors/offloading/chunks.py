@@ -4,7 +4,7 @@ from typing import Final
 
 import numpy as np
 
-from kvreplay.connectors.offloading.arrays import NO_CHUNKS, ChunkIds, Keys, Mask, grown, lazy_zeros
+from kvreplay.connectors.offloading.arrays import ChunkIds, Keys, Mask, grown, lazy_zeros
 
 UNUSED: Final = -2
 NOT_READY: Final = -1
@@ -17,29 +17,37 @@ class ChunkTable:
     first, in order; then those given back last.
     """
 
-    def __init__(self, num_chunks: int) -> None:
+    def __init__(self, num_chunks: int, num_keys: int = 0) -> None:
         assert num_chunks >= 0
         self.num_chunks = num_chunks
         self.keys = np.zeros(num_chunks + 1, np.int64)
         self.ref_counts = np.full(num_chunks + 1, UNUSED, np.int32)
-        self.free_list: list[int] = []
+        self._free = np.zeros(num_chunks, np.int32)
+        """Slots given back; the first `_num_given_back` count, the last of them goes first."""
+        self._num_given_back = 0
         self.num_allocated = 0
         self.num_evictable = 0
         """Chunks that are ready and have no user."""
         self.num_write_pending = 0
-        self._slots = lazy_zeros(1024)
+        self._slots = lazy_zeros(num_keys)
         """Key → its slot + 1, 0 for none."""
 
     @property
     def num_free(self) -> int:
-        return len(self.free_list) + self.num_chunks - self.num_allocated
+        return self._num_given_back + self.num_chunks - self.num_allocated
+
+    @property
+    def free_list(self) -> ChunkIds:
+        """Slots that have been used before; the last one is used next."""
+        return self._free[: self._num_given_back]
 
     def find(self, keys: Keys) -> ChunkIds:
         """Each key's chunk, -1 where there is none."""
-        if not len(keys):
-            return NO_CHUNKS
-        self._slots = grown(self._slots, int(keys.max()))
-        return self._slots[keys] - 1
+        try:
+            return self._slots[keys] - 1
+        except IndexError:  # keys that have never been here
+            self._slots = grown(self._slots, int(keys.max()))
+            return self._slots[keys] - 1
 
     def find_one(self, key: int) -> int:
         return int(self._slots[key]) - 1 if key < len(self._slots) else -1
@@ -50,16 +58,21 @@ class ChunkTable:
         num_fresh = min(len(keys), self.num_chunks - self.num_allocated)
         num_reused = len(keys) - num_fresh
         chunk_ids = np.empty(len(keys), np.int32)
-        chunk_ids[:num_fresh] = np.arange(self.num_allocated, self.num_allocated + num_fresh)
-        self.num_allocated += num_fresh
+        if num_fresh:
+            chunk_ids[:num_fresh] = np.arange(self.num_allocated, self.num_allocated + num_fresh)
+            self.num_allocated += num_fresh
         if num_reused:
-            chunk_ids[num_fresh:] = self.free_list[: -num_reused - 1 : -1]
-            del self.free_list[-num_reused:]
+            left = self._num_given_back - num_reused
+            chunk_ids[num_fresh:] = self._free[left : self._num_given_back][::-1]
+            self._num_given_back = left
         self.keys[chunk_ids] = keys
         self.ref_counts[chunk_ids] = NOT_READY
         self.num_write_pending += len(keys)
-        self._slots = grown(self._slots, int(keys.max()))
-        self._slots[keys] = chunk_ids + 1
+        try:
+            self._slots[keys] = chunk_ids + 1
+        except IndexError:
+            self._slots = grown(self._slots, int(keys.max()))
+            self._slots[keys] = chunk_ids + 1
         return chunk_ids
 
     def is_ready(self, chunk_ids: ChunkIds) -> Mask:
@@ -96,12 +109,14 @@ class ChunkTable:
         """Give slots that have been taken out back, in this order; returns what they held."""
         keys = self.keys[chunk_ids]
         self._slots[keys] = 0
-        self.free_list += chunk_ids.tolist()
+        end = self._num_given_back + len(chunk_ids)
+        self._free[self._num_given_back : end] = chunk_ids
+        self._num_given_back = end
         return keys
 
     def clear(self) -> None:
         used = self.ref_counts != UNUSED
         self._slots[self.keys[used]] = 0
         self.ref_counts[:] = UNUSED
-        self.free_list.clear()
+        self._num_given_back = 0
         self.num_allocated = self.num_evictable = self.num_write_pending = 0

@@ -33,9 +33,9 @@ class ChunkContents(NamedTuple):
 
 
 class CpuBuffers:
-    """`num_words`: of the widest group's block; 0 where contents are not checked."""
+    """`num_words`: of the widest group's block; 0 where contents are not checked. `keeps_sums`: checksums are kept."""
 
-    def __init__(self, num_chunks: int, blocks_per_chunk: int, num_words: int) -> None:
+    def __init__(self, num_chunks: int, blocks_per_chunk: int, num_words: int, *, keeps_sums: bool) -> None:
         self.blocks_per_chunk = blocks_per_chunk
         self.tensor: Tensor | None = None
         self._words: WordArray = np.zeros((num_chunks * blocks_per_chunk, 0), np.uint64)
@@ -45,6 +45,7 @@ class CpuBuffers:
             torch.set_num_threads(1)
             self.tensor = torch.zeros((num_chunks * blocks_per_chunk, num_words), dtype=torch.int64)
             self._words = self.tensor.numpy().view(np.uint64)
+        self._keeps_sums = keeps_sums
         self._sums = np.zeros(num_chunks * blocks_per_chunk, np.uint64)
         """What the words of each block should add up to."""
         self.damaged: dict[int, Provenance] = {}
@@ -53,7 +54,8 @@ class CpuBuffers:
     def write(self, places: Places, words: WordArray, *, sent: WordArray) -> None:
         """Overwrite blocks. `sent`: the words as the sender had them, which the checksums are of."""
         self._words[places, : words.shape[1]] = words
-        self._sums[places] = checksums(sent)
+        if self._keeps_sums:
+            self._sums[places] = checksums(sent)
         if self.damaged:
             for place in places.tolist():
                 self.damaged.pop(place, None)

@@ -35,7 +35,7 @@ class CPUOffloadingManager:
         max_tracker_size: int = 64_000,
         enable_events: bool = False,
     ) -> None:
-        self.chunks = ChunkTable(num_chunks)
+        self.chunks = ChunkTable(num_chunks, space.num_keys)
         self.space = space
         self.policy: LRUPolicy | ARCPolicy = EVICTION_POLICIES[eviction_policy](self.chunks, space)
         self.counts = OfferCounts(store_threshold, max_tracker_size) if store_threshold >= 2 else None
@@ -61,12 +61,12 @@ class CPUOffloadingManager:
             context.access = RequestAccess(self._generation)
         return context.access
 
-    def _note_access(self, keys: Keys, context: RequestContext, *, reused: Keys = NO_KEYS) -> None:
+    def _note_access(self, keys: Keys, chunk_ids: ChunkIds, context: RequestContext, *, reused: Keys) -> None:
         access = self._access_of(context)
-        new = access.see(keys)
-        if len(new):
+        is_new = access.see(keys, self.space)
+        if is_new.any():
             assert not access.finished, f"{context.req_id}: new keys after its end"
-            self.policy.on_request_access(new, context)
+            self.policy.on_request_access(keys[is_new], chunk_ids[is_new], context)
         if self.policy.distinguishes_reuse:
             # Reading back what it inserted itself is no second access.
             access.reused.update(set(reused.tolist()) - access.inserted)
@@ -81,9 +81,10 @@ class CPUOffloadingManager:
 
     def lookup_many(self, keys: Keys, context: RequestContext) -> LookupResults:
         chunk_ids = self.chunks.find(keys)
-        results = np.where(self.chunks.is_ready(chunk_ids), LookupResult.HIT, LookupResult.HIT_PENDING)
+        results = np.ones(len(keys), np.int8)
+        results[~self.chunks.is_ready(chunk_ids)] = LookupResult.HIT_PENDING
         results[chunk_ids < 0] = LookupResult.MISS
-        return results.astype(np.int8)
+        return results
 
     def get_load_source(self, key: int, context: RequestContext) -> str:
         return "CPU"
@@ -92,7 +93,7 @@ class CPUOffloadingManager:
 
     def prepare_load(self, keys: Keys, context: RequestContext) -> ChunkIds:
         chunk_ids = self.prepare_read(keys)
-        self._note_access(keys, context, reused=keys)
+        self._note_access(keys, chunk_ids, context, reused=keys)
         return chunk_ids
 
     def prepare_read(self, keys: Keys) -> ChunkIds:
@@ -130,9 +131,9 @@ class CPUOffloadingManager:
     # -- stores -----------------------------------------------------------------------------------------------
 
     def prepare_store(self, keys: Keys, context: RequestContext) -> StorePlan | None:
-        return self.prepare_write(keys, context, protected=keys)
+        return self.prepare_write(keys, context)
 
-    def prepare_write(self, keys: Keys, context: RequestContext, *, protected: Keys) -> StorePlan | None:
+    def prepare_write(self, keys: Keys, context: RequestContext, *, protected: Keys | None = None) -> StorePlan | None:
         """`prepare_store`, which does not evict what it is offered; `protected`: what must stay, where it is more."""
         if self.counts is not None:
             self.counts.note(keys)
@@ -144,10 +145,13 @@ class CPUOffloadingManager:
         candidates = keys[is_candidate]
         self._note_misses(candidates, context)
         # Also where no room is found: an observation is made once, and has been made.
-        self._note_access(keys[is_candidate | is_reused], context, reused=keys[is_reused])
+        counts = is_candidate | is_reused
+        self._note_access(keys[counts], chunk_ids[counts], context, reused=keys[is_reused])
         if not len(candidates):
             return StorePlan(NO_KEYS, NO_CHUNKS, NO_KEYS)
-        evicted = self._make_room(len(candidates), protected)
+        if protected is not None:
+            chunk_ids = self.chunks.find(protected)
+        evicted = self._make_room(len(candidates), chunk_ids[chunk_ids >= 0])
         return None if evicted is None else self._insert(candidates, evicted, context)
 
     def _note_misses(self, keys: Keys, context: RequestContext) -> None:
@@ -159,7 +163,7 @@ class CPUOffloadingManager:
         self.policy.on_store_miss(new)
         missed.update(new.tolist())
 
-    def _make_room(self, count: int, protected: Keys) -> Keys | None:
+    def _make_room(self, count: int, protected: ChunkIds) -> Keys | None:
         """Evict what `count` new chunks need, all or nothing, and nothing of what is protected."""
         missing = count - self.chunks.num_free
         if missing <= 0:

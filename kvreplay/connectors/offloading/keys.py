@@ -8,17 +8,23 @@ integer of the same meaning: `block key * num_groups + group`.
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreplay.connectors.offloading.arrays import Keys, grown, lazy_zeros
+from kvreplay.connectors.offloading.arrays import Keys, Mask, grown, lazy_zeros
 from kvreplay.kv.content import KeyArray
 
 
 class KeySpace:
-    """Makes keys, and remembers where each one's prefix ends. A position of 0 is not known."""
+    """Makes keys, and remembers where each one's prefix ends. A position of 0 is not known.
 
-    def __init__(self, num_groups: int) -> None:
+    `num_block_keys`: how many there will be, as far as that is known.
+    """
+
+    def __init__(self, num_groups: int, num_block_keys: int = 0) -> None:
         assert num_groups > 0
         self.num_groups = num_groups
-        self._positions = lazy_zeros(1024)
+        self.num_keys = max(num_block_keys * num_groups, 1024)
+        self._positions = lazy_zeros(self.num_keys)
+        self._marks = lazy_zeros(self.num_keys)
+        self._last_mark = 0
 
     def make(self, block_keys: KeyArray, group: int, ends: NDArray[np.int64]) -> Keys:
         """The keys of the prefixes whose last hash blocks are `block_keys`; `ends`: their tokens."""
@@ -27,22 +33,42 @@ class KeySpace:
         return keys
 
     def note(self, keys: Keys, ends: NDArray[np.int64]) -> None:
-        if len(keys):
+        try:
+            self._positions[keys] = ends
+        except IndexError:
             self._positions = grown(self._positions, int(keys.max()))
             self._positions[keys] = ends
 
     def positions(self, keys: Keys) -> NDArray[np.int64]:
-        if not len(keys):
-            return np.empty(0, np.int64)
-        self._positions = grown(self._positions, int(keys.max()))
-        return self._positions[keys].astype(np.int64)
+        try:
+            return self._positions[keys].astype(np.int64)
+        except IndexError:  # keys that nobody has made here
+            self._positions = grown(self._positions, int(keys.max()))
+            return self._positions[keys].astype(np.int64)
 
     def groups(self, keys: Keys) -> NDArray[np.int64]:
         return keys % self.num_groups
 
+    def not_among(self, keys: Keys, others: Keys) -> Mask:
+        """Which of `keys` are not in `others`."""
+        if not len(keys) or not len(others):
+            return np.ones(len(keys), np.bool_)
+        self._last_mark += 1
+        try:
+            self._marks[others] = self._last_mark
+            missing: Mask = self._marks[keys] != self._last_mark
+        except IndexError:
+            self._marks = grown(self._marks, int(max(keys.max(), others.max())))
+            self._marks[others] = self._last_mark
+            missing = self._marks[keys] != self._last_mark
+        return missing
+
     def in_prefix_order(self, keys: Keys) -> Keys:
         """Head to tail over all groups, ties by group. Keys without a position keep their place within the group."""
-        positions, groups = self.positions(keys), self.groups(keys)
+        positions = self.positions(keys)
+        if len(keys) and positions[0] and (positions[1:] > positions[:-1]).all():
+            return keys
+        groups = self.groups(keys)
         if positions.all():
             return keys[np.lexsort((groups, positions))]
         of_group = (keys[groups == group] for group in range(self.num_groups))

@@ -1,10 +1,13 @@
 """Jobs in flight, and the GPU blocks that they still read (vLLM: offloading/scheduler.py, _jobs and its indices)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from kvreplay.connectors.offloading.arrays import Keys
 from kvreplay.errors import EngineFatal
+from kvreplay.kv.block_pool import BlockIds
 
 
 @dataclass(slots=True)
@@ -19,8 +22,8 @@ class Job:
     is_store: bool
     num_blocks: int
     is_sync_load: bool = False
-    fenced: tuple[int, ...] = ()
-    deferred_fence: tuple[int, ...] = ()
+    fenced: Sequence[int] | BlockIds = ()
+    deferred_fence: Sequence[int] | BlockIds = ()
     failure: str | None = None
     """Why its copy failed on some worker."""
 
@@ -57,13 +60,15 @@ class JobLedger:
     def is_stale(self, job_id: int) -> bool:
         return job_id < self._num_stale
 
-    def fence(self, job_id: int, block_ids: Iterable[int]) -> None:
-        for block_id in block_ids:
+    def fence(self, job_id: int, block_ids: Sequence[int] | BlockIds) -> None:
+        for block_id in listed(block_ids):
             self.fences.setdefault(block_id, {})[job_id] = None
 
     def fenced_by(self, block_ids: Iterable[int]) -> set[int]:
         """Jobs that still read any of these blocks."""
         fences = self.fences
+        if not fences:
+            return set()
         return {job_id for block_id in block_ids if block_id in fences for job_id in fences[block_id]}
 
     def close(self, job_id: int, *, request_has_ended: bool) -> Job:
@@ -75,9 +80,9 @@ class JobLedger:
                 self._lift(job_id, job.deferred_fence)
         return job
 
-    def _lift(self, job_id: int, block_ids: Iterable[int]) -> None:
+    def _lift(self, job_id: int, block_ids: Sequence[int] | BlockIds) -> None:
         """A block that a job names twice is not there the second time: the real ledger dies of it."""
-        for block_id in block_ids:
+        for block_id in listed(block_ids):
             fencing = self.fences.get(block_id)
             if fencing is None:
                 raise EngineFatal("KeyError", str(block_id))
@@ -103,3 +108,7 @@ class JobLedger:
             return False
         del self.reset_fence[job_id]
         return not self.reset_fence
+
+
+def listed(block_ids: Sequence[int] | BlockIds) -> Sequence[int]:
+    return block_ids.tolist() if isinstance(block_ids, np.ndarray) else block_ids

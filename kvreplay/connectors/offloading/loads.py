@@ -15,6 +15,7 @@ from kvreplay.connectors.offloading.manager import OffloadingManager
 from kvreplay.connectors.offloading.request_state import RequestState
 from kvreplay.connectors.offloading.structs import GpuBlocks, TransferJob
 from kvreplay.errors import EngineFatal
+from kvreplay.kv.block_pool import BlockIds
 
 
 class _GroupLoad(NamedTuple):
@@ -40,7 +41,7 @@ class LoadBuilder:
     def build(
         self,
         state: RequestState,
-        tables: Sequence[list[int]],
+        tables: Sequence[BlockIds],
         unhashed: Sequence[list[int]],
         total: int,
         *,
@@ -52,7 +53,7 @@ class LoadBuilder:
         state.loaded_from_offload = True
         loads = []
         for index, group in enumerate(self._layout.groups):
-            table = tables[group.group_id]
+            table: list[int] = tables[group.group_id].tolist()
             start = self._start(state, group, table, set(unhashed[group.group_id]), total, is_sync=is_sync)
             loads.append(self._group_load(state, index, table, start, total))
         state.partial_tail_boundary = None

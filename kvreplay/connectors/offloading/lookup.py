@@ -75,6 +75,8 @@ class ChunkLookup:
 
     def leading_hits(self, keys: Keys, state: RequestState) -> int | None:
         """Chunks there before the first that is missing; None: it depends on some that are not ready."""
+        if self._may_ask_all:
+            return self._leading_hits_at_once(keys, state)
         count, is_undecided = 0, False
         for result in self._results(keys, state):
             if result == _MISS:
@@ -83,6 +85,12 @@ class ChunkLookup:
             # What is not known yet does not end the scan, so that what lies behind it is asked for too.
             count += result != _RETRY
         return None if is_undecided else count
+
+    def _leading_hits_at_once(self, keys: Keys, state: RequestState) -> int | None:
+        results = self.manager.lookup_many(keys, state.context)
+        misses = (results == _MISS).nonzero()[0]
+        count = int(misses[0]) if len(misses) else len(keys)
+        return None if (results[:count] != _HIT).any() else count
 
     def last_window(self, keys: Keys, state: RequestState, *, window: int, first_window: int) -> int | None:
         """End of the last run of `window` chunks that are there, or length of the run that reaches the start.
@@ -105,9 +113,14 @@ class ChunkLookup:
                 return None if is_unknown or has_pending else index + wanted
         return None if is_unknown or has_pending else run
 
+    @property
+    def _may_ask_all(self) -> bool:
+        """About keys that the scan may not come to: nothing changes, and nobody looks."""
+        return self.manager.lookup_is_pure and self.observer is None
+
     def _results(self, keys: Keys, state: RequestState) -> Iterator[int]:
         """What the manager says of each key, as far as the caller reads on."""
-        if self.manager.lookup_is_pure and self.observer is None:
+        if self._may_ask_all:
             return iter(self.manager.lookup_many(keys, state.context).tolist())
         return (self.ask(key, state) for key in keys.tolist())
 

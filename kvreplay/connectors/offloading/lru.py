@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreplay.connectors.offloading.access import RequestAccess
-from kvreplay.connectors.offloading.arrays import NO_CHUNKS, ChunkIds, Keys
+from kvreplay.connectors.offloading.arrays import NO_CHUNKS, ChunkIds, Keys, Mask
 from kvreplay.connectors.offloading.chunks import UNUSED, ChunkTable
 from kvreplay.connectors.offloading.context import RequestContext
 from kvreplay.connectors.offloading.keys import KeySpace
@@ -45,6 +45,8 @@ class LRUPolicy:
         self._horizon = -1
         """The run covers places up to this one."""
         self._late: list[tuple[int, int]] = []
+        self._is_spared: Mask = np.zeros(chunks.num_chunks + 1, np.bool_)
+        """Chunks that must not be taken now, while victims are sought."""
 
     # -- places -----------------------------------------------------------------------------------------------
 
@@ -75,16 +77,17 @@ class LRUPolicy:
     def on_store_miss(self, keys: Keys) -> None:
         pass
 
-    def on_request_access(self, keys: Keys, context: RequestContext) -> None:
+    def on_request_access(self, keys: Keys, chunk_ids: ChunkIds, context: RequestContext) -> None:
         """Up only: what someone else has ranked higher stays there."""
         rank = self._rank_of(context)
-        positions = self._space.positions(keys)
-        chunk_ids = self._chunks.find(keys)
-        counts = (positions > 0) & (chunk_ids >= 0)
-        if not counts.any():
+        is_there = chunk_ids >= 0
+        if not is_there.any():
             return
-        chunk_ids = chunk_ids[counts]
-        places = self._places_of(keys[counts], positions[counts], rank)
+        keys, chunk_ids = keys[is_there], chunk_ids[is_there]
+        positions = self._space.positions(keys)
+        if not positions.all():
+            keys, chunk_ids, positions = keys[positions > 0], chunk_ids[positions > 0], positions[positions > 0]
+        places = self._places_of(keys, positions, rank)
         rises = self._places[chunk_ids] < places
         self._places[chunk_ids[rises]] = places[rises]
         self._note_evictable(chunk_ids[rises])
@@ -121,20 +124,21 @@ class LRUPolicy:
 
     # -- victims ----------------------------------------------------------------------------------------------
 
-    def evict(self, count: int, protected: Keys) -> ChunkIds | None:
-        spared = self._present(protected)
-        spared = spared[self._chunks.ref_counts[spared] == 0]
+    def evict(self, count: int, protected: ChunkIds) -> ChunkIds | None:
+        spared = protected[self._chunks.ref_counts[protected] == 0]
         if count > self._chunks.num_evictable - len(spared):
             return None
+        self._is_spared[spared] = True
         victims: list[ChunkIds] = []
         while count:
-            batch = self._next_victims(count, spared)
+            batch = self._next_victims(count)
             if not len(batch):
                 self._start_run()
                 continue
             victims.append(batch)
             count -= len(batch)
             self._chunks.take_out(batch)
+        self._is_spared[spared] = False
         return np.concatenate(victims) if victims else NO_CHUNKS
 
     def clear(self) -> None:
@@ -143,10 +147,10 @@ class LRUPolicy:
         self._run, self._run_places, self._cursor, self._horizon = NO_CHUNKS, _NO_PLACES, 0, -1
         self._late.clear()
 
-    def _next_victims(self, count: int, spared: ChunkIds) -> ChunkIds:
+    def _next_victims(self, count: int) -> ChunkIds:
         """Up to `count` from what the run and the heap hold, in order."""
-        ids, places, end = self._from_run(count, spared)
-        late = self._from_heap(count, spared, below=int(places[-1]) if len(places) == count else self._horizon + 1)
+        ids, places, end = self._from_run(count)
+        late = self._from_heap(count, below=int(places[-1]) if len(places) == count else self._horizon + 1)
         if not late:
             self._cursor = end
             return ids
@@ -160,16 +164,13 @@ class LRUPolicy:
         self._cursor = end
         return ids[:count]
 
-    def _from_run(self, count: int, spared: ChunkIds) -> tuple[ChunkIds, _Places, int]:
+    def _from_run(self, count: int) -> tuple[ChunkIds, _Places, int]:
         """The run's next `count` that count, their places, and where it goes on. Spared ones move to the heap."""
         start, window = self._cursor, 2 * count + 64
         while True:
             end = min(start + window, len(self._run))
             ids, places = self._run[start:end], self._run_places[start:end]
-            counts = self._counts(ids, places)
-            if len(spared):
-                counts &= ~np.isin(ids, spared)
-            found = counts.nonzero()[0]
+            found = (self._counts(ids, places) & ~self._is_spared[ids]).nonzero()[0]
             if len(found) >= count or end == len(self._run):
                 break
             window *= 4
@@ -177,24 +178,24 @@ class LRUPolicy:
             found = found[:count]
         if len(found) == count:
             end = start + int(found[-1]) + 1
-        if len(spared):
-            passed = self._run[start:end]
-            held = np.isin(passed, spared) & self._counts(passed, self._run_places[start:end])
+        passed = self._run[start:end]
+        held = self._is_spared[passed]
+        if held.any():
+            held &= self._counts(passed, self._run_places[start:end])
             for index in held.nonzero()[0].tolist():
                 heappush(self._late, (int(self._run_places[start + index]), int(passed[index])))
         return ids[found], places[found], end
 
-    def _from_heap(self, count: int, spared: ChunkIds, *, below: int) -> list[tuple[int, int]]:
+    def _from_heap(self, count: int, *, below: int) -> list[tuple[int, int]]:
         """Up to `count` entries that count, taken off the heap, lowest place first, all lower than `below`."""
         late, kept = self._late, []
         taken: list[tuple[int, int]] = []
-        excluded = set(spared.tolist())
         while late and len(taken) < count and late[0][0] < below:
             entry = heappop(late)
             place, chunk_id = entry
             if self._chunks.ref_counts[chunk_id] != 0 or self._places[chunk_id] != place:
                 continue
-            if chunk_id in excluded:
+            if self._is_spared[chunk_id]:
                 kept.append(entry)
             elif not taken or taken[-1] != entry:
                 taken.append(entry)

@@ -35,6 +35,12 @@ class Offer(NamedTuple):
     is_refused: bool = False
 
 
+def is_watched(bus: Bus, kind: str) -> bool:
+    """Whether some fault wants messages of this kind; else they need not be sent."""
+    interceptor = bus.interceptor
+    return interceptor is not None and kind in interceptor.kinds
+
+
 def manager_address(instance: str) -> str:
     return f"{instance}/manager"
 
@@ -65,10 +71,10 @@ class ManagerOverBus:
 
     @property
     def lookup_is_pure(self) -> bool:
-        return self.inner.lookup_is_pure and not self._is_watched(LOOKUP)
+        return self.inner.lookup_is_pure and not is_watched(self._bus, LOOKUP)
 
     def lookup(self, key: int, context: RequestContext) -> LookupResult:
-        if not self._is_watched(LOOKUP):
+        if not is_watched(self._bus, LOOKUP):
             return self.inner.lookup(key, context)
         answer = self._ask(LOOKUP, LookupQuery(key, context), context)
         if answer.never:
@@ -80,7 +86,7 @@ class ManagerOverBus:
         return self.inner.lookup_many(keys, context)
 
     def prepare_store(self, keys: Keys, context: RequestContext) -> StorePlan | None:
-        if not self._is_watched(OFFER):
+        if not is_watched(self._bus, OFFER):
             return self.inner.prepare_store(keys, context)
         answer = self._ask(OFFER, Offer(keys, context), context)
         plan: StorePlan | None = answer.payload
@@ -88,10 +94,6 @@ class ManagerOverBus:
 
     def close(self) -> None:
         self._bus.silence(self._address)
-
-    def _is_watched(self, kind: str) -> bool:
-        interceptor = self._bus.interceptor
-        return interceptor is not None and kind in interceptor.kinds
 
     def _ask(self, kind: str, payload: LookupQuery | Offer, context: RequestContext) -> Answer:
         return self._bus.ask(

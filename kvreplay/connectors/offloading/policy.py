@@ -27,15 +27,15 @@ class CachePolicy(Protocol):
         """A request wants to store these for the first time, and they are not there."""
         ...
 
-    def on_request_access(self, keys: Keys, context: RequestContext) -> None:
-        """A request meets these for the first time; they need not be there."""
+    def on_request_access(self, keys: Keys, chunk_ids: ChunkIds, context: RequestContext) -> None:
+        """A request meets these for the first time; they need not be there (-1)."""
         ...
 
     def on_request_finished(self, keys: Keys, access: RequestAccess) -> None:
         """The request has had its one access to each of `keys`, which come head to tail."""
         ...
 
-    def evict(self, count: int, protected: Keys) -> ChunkIds | None:
+    def evict(self, count: int, protected: ChunkIds) -> ChunkIds | None:
         """Exactly `count` victims, next first, none of `protected`; or None, and nothing has changed."""
         ...
 

@@ -1,6 +1,7 @@
 """The scheduler's half of the OffloadingConnector (vLLM: offloading/scheduler.py, OffloadingConnectorScheduler)."""
 
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from kvreplay.connectors.offloading.context import context_of
 from kvreplay.connectors.offloading.handoffs import HandoffStores
 from kvreplay.connectors.offloading.keys import KeySpace
 from kvreplay.connectors.offloading.layout import OffloadLayout
-from kvreplay.connectors.offloading.ledger import Job, JobLedger
+from kvreplay.connectors.offloading.ledger import Job, JobLedger, listed
 from kvreplay.connectors.offloading.loads import LoadBuilder
 from kvreplay.connectors.offloading.lookup import ChunkLookup
 from kvreplay.connectors.offloading.manager import OffloadingManager
@@ -26,6 +27,7 @@ from kvreplay.engine.connector import KVConnectorOutput, RequestBlocks
 from kvreplay.engine.output import SchedulerOutput
 from kvreplay.engine.request import Request
 from kvreplay.errors import EngineFatal
+from kvreplay.kv.block_pool import BlockIds
 
 
 class OffloadingScheduler:
@@ -36,7 +38,6 @@ class OffloadingScheduler:
     """
 
     requires_kv_delivery = False
-    lookup_is_pure = False
 
     def __init__(
         self,
@@ -55,6 +56,8 @@ class OffloadingScheduler:
         self.behaviour = behaviour
         self.ledger = JobLedger()
         self.states: dict[str, RequestState] = {}
+        self.lookup_version = 0
+        """Grows whenever a lookup may be answered otherwise than before."""
         self.num_allocation_failures = 0
         """Offers for which the CPU tier had no room."""
         self.chunks_being_loaded: set[int] | None = set() if layout.enable_prefix_caching else None
@@ -62,7 +65,7 @@ class OffloadingScheduler:
         self.lookup = ChunkLookup(
             layout, manager, self.chunks_being_loaded, widens_drafters=behaviour.eagle_lookup == "widened"
         )
-        self.stores = StoreBuilder(layout, manager, self.ledger, behaviour, self._note_allocation_failure)
+        self.stores = StoreBuilder(layout, manager, self.ledger, space, behaviour, self._note_allocation_failure)
         self._loads = LoadBuilder(layout, manager, self.ledger, behaviour)
         self._handoffs = HandoffStores(layout, manager, self.stores, behaviour, self._note_allocation_failure)
         self._space = space
@@ -80,8 +83,13 @@ class OffloadingScheduler:
         self.sync_loads: set[str] = set()
         self._sync_load_tokens = 0
         self._jobs_to_flush: set[int] = set()
-        self.allocated: set[int] = set()
-        """Blocks given to requests in this step, hits included."""
+        self._allocated: list[BlockIds | Sequence[int]] = []
+        """Blocks given to requests in this step, hits and null blocks included."""
+
+    @property
+    def lookup_is_pure(self) -> bool:
+        """Asking again changes nothing, and while `lookup_version` stays, neither does the answer."""
+        return self.manager.lookup_is_pure and self._now_ns is None and not self.layout.sync_load_budget
 
     def _note_allocation_failure(self, req_id: str) -> None:
         self.num_allocation_failures += 1
@@ -135,11 +143,9 @@ class OffloadingScheduler:
     # -- requests get blocks ----------------------------------------------------------------------------------
 
     def update_state_after_alloc(self, request: Request, blocks: RequestBlocks, num_external_tokens: int) -> None:
-        tables = blocks.get_block_ids()
+        tables = tuple(np.array(table, np.int64) for table in blocks.get_block_ids())
         # Also for other connectors' loads: their blocks may be the source of a store.
-        for table in tables:
-            self.allocated.update(table)
-        self.allocated.discard(0)
+        self._allocated += tables
         state = self.states[request.request_id]
         state.admitted_tables = tables
         if not num_external_tokens:
@@ -161,10 +167,11 @@ class OffloadingScheduler:
         """Orders for the workers; what was gathered in this step is spent."""
         self._update_states(step)
         self._flush_preempted(step.preempted)
-        if self.ledger.fences:
-            self._jobs_to_flush |= self.ledger.fenced_by(self.allocated)
+        allocated = self._allocated_set() if self.ledger.fences or step.finished else set()
+        self._jobs_to_flush |= self.ledger.fenced_by(allocated)
         store_jobs = {job.job_id: job for job in self._handoffs.build(step, self.states)}
-        store_jobs.update(self._build_stores(step))
+        store_jobs.update(self._build_stores(step, allocated))
+        self.lookup_version += bool(store_jobs or self.load_jobs)
         metadata = OffloadingConnectorMetadata(self.load_jobs, store_jobs, self._jobs_to_flush, step.has_forward)
         for req_id in step.finished:
             self._sign_off(req_id)
@@ -172,7 +179,7 @@ class OffloadingScheduler:
         self.sync_loads = set()
         self._sync_load_tokens = 0
         self._jobs_to_flush = set()
-        self.allocated = set()
+        self._allocated = []
         self.manager.on_schedule_end()
         # What the workers have kept of the last step starts with this one.
         is_news = bool(metadata) or self._owes_stores
@@ -192,16 +199,31 @@ class OffloadingScheduler:
             if blocks is not None:
                 lengths_before[share.request_id] = tuple(len(group.table) for group in state.groups)
                 state.extend_tables(blocks)
-                for group in self.layout.groups:
-                    self.allocated.update(np.asarray(blocks[group.group_id]).tolist())
-        self.allocated.update(step.copied_to)
-        self.allocated.discard(0)
-        if self.layout.windowed and self.allocated:
+                if blocks is not state.admitted_tables:
+                    self._allocated += [blocks[group.group_id] for group in self.layout.groups]
+        if step.copied_to:
+            self._allocated.append(step.copied_to)
+        if self.layout.windowed and self._allocated:
             self._forget_stale_ids(lengths_before)
+
+    @property
+    def allocated_ids(self) -> BlockIds:
+        """Real blocks given to requests in this step, each once."""
+        if not any(len(block_ids) for block_ids in self._allocated):
+            return np.empty(0, np.int64)
+        ids: BlockIds = np.unique(np.concatenate([np.asarray(block_ids, np.int64) for block_ids in self._allocated]))
+        return ids[1:] if ids[0] == 0 else ids
+
+    def _allocated_set(self) -> set[int]:
+        """The same, as a set, which also holds the null block."""
+        allocated: set[int] = set()
+        for block_ids in self._allocated:
+            allocated.update(listed(block_ids))
+        return allocated
 
     def _forget_stale_ids(self, lengths_before: dict[str, tuple[int, ...]]) -> None:
         """A block that has left a window may have been given to someone else: its old place is nobody's now."""
-        allocated = np.fromiter(self.allocated, np.int64, len(self.allocated))
+        allocated = self.allocated_ids
         for req_id, state in self.states.items():
             lengths = lengths_before.get(req_id)
             for index in self.layout.windowed:
@@ -231,8 +253,8 @@ class OffloadingScheduler:
                 )
                 self._jobs_to_flush.update(job_ids)
 
-    def _build_stores(self, step: OffloadStep) -> dict[int, TransferJob]:
-        """Requests in scheduling order, then those that have ended."""
+    def _build_stores(self, step: OffloadStep, allocated: AbstractSet[int]) -> dict[int, TransferJob]:
+        """Requests in scheduling order, then those that have ended. `allocated`: blocks given out in this step."""
         jobs: dict[int, TransferJob] = {}
         shares = [*step.requests, *(StepRequest(req_id, 0, 0, None) for req_id in step.finished)]
         for share in shares:
@@ -244,15 +266,12 @@ class OffloadingScheduler:
                 continue
             jobs[job.job_id] = job
             if state.request.status.is_finished:
-                self._fence_finished(job.job_id)
+                # Its blocks have been freed already: some may belong to others as of this step.
+                deferred = self.ledger.jobs[job.job_id].deferred_fence
+                self.ledger.fence(job.job_id, deferred)
+                if not allocated.isdisjoint(listed(deferred)):
+                    self._jobs_to_flush.add(job.job_id)
         return jobs
-
-    def _fence_finished(self, job_id: int) -> None:
-        """A store of blocks that have been freed already: some may belong to others as of this step."""
-        deferred = self.ledger.jobs[job_id].deferred_fence
-        self.ledger.fence(job_id, deferred)
-        if not self.allocated.isdisjoint(deferred):
-            self._jobs_to_flush.add(job_id)
 
     def _sign_off(self, req_id: str) -> None:
         state = self.states.get(req_id)
@@ -292,6 +311,7 @@ class OffloadingScheduler:
             self._complete(job_id, job)
 
     def _complete(self, job_id: int, job: Job) -> None:
+        self.lookup_version += 1
         state = self.states[job.req_id]
         if job.is_store:
             self.manager.complete_store(job.keys, state.context, success=job.failure is None)
@@ -318,7 +338,7 @@ class OffloadingScheduler:
             self.manager.on_request_finished(context)
             return False
         state.notice_keys()
-        if blocks is not None:
+        if blocks is not None and not self.layout.offload_prompt_only:
             state.catch_up(blocks.get_block_ids())
         for job_id in state.jobs:
             self.ledger.fence(job_id, self.ledger.jobs[job_id].deferred_fence)
@@ -338,14 +358,14 @@ class OffloadingScheduler:
         state = self.states.get(request_id)
         return state is not None and not self.stores.is_settled(state)
 
-    def note_allocated(self, block_ids: Iterable[int]) -> None:
+    def note_allocated(self, block_ids: Sequence[int]) -> None:
         """Blocks given out in this step to requests that are not shown."""
-        self.allocated.update(block_ids)
+        self._allocated.append(block_ids)
 
     def reset_cache(self) -> bool:
         """Forget everything that is offloaded. What is in flight is flushed, and its reports are disregarded."""
         _engine_asserts(
-            not (self.load_jobs or self.sync_loads or self._jobs_to_flush or self.allocated), "between steps only"
+            not (self.load_jobs or self.sync_loads or self._jobs_to_flush or self._allocated), "between steps only"
         )
         self._jobs_to_flush.update(self.ledger.jobs)
         for req_id, state in list(self.states.items()):
@@ -354,6 +374,7 @@ class OffloadingScheduler:
                     self.manager.on_request_finished(state.context)
                 del self.states[req_id]
         self.manager.reset_cache()
+        self.lookup_version += 1
         for state in self.states.values():
             state.rewind()
             state.jobs.clear()

@@ -4,7 +4,7 @@ Chunks are offered to the manager as they fill, in the order of the request's ta
 the offer was dealt with: when there is no room it is made again in the next step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvreplay.connectors.offloading.arrays import ChunkIds, Keys, Mask
 from kvreplay.connectors.offloading.behaviour import OffloadBehaviour
+from kvreplay.connectors.offloading.keys import KeySpace
 from kvreplay.connectors.offloading.layout import SLIDING_WINDOW, OffloadGroup, OffloadLayout
 from kvreplay.connectors.offloading.ledger import Job, JobLedger
 from kvreplay.connectors.offloading.manager import OffloadingManager, StorePlan
@@ -23,6 +24,7 @@ from kvreplay.errors import EngineFatal
 from kvreplay.kv.block_pool import BlockIds
 
 Indices = NDArray[np.int64]
+_NO_BLOCKS: BlockIds = np.empty(0, np.int64)
 
 
 class _Range(NamedTuple):
@@ -54,12 +56,14 @@ class StoreBuilder:
         layout: OffloadLayout,
         manager: OffloadingManager,
         ledger: JobLedger,
+        space: KeySpace,
         behaviour: OffloadBehaviour,
         on_allocation_failure: Callable[[str], None],
     ) -> None:
         self._layout = layout
         self._manager = manager
         self._ledger = ledger
+        self._space = space
         self._on_allocation_failure = on_allocation_failure
         self._clamps_aborted = behaviour.abort_clamp == "blocks"
         self._keeps_last_at_end = behaviour.eagle_lookup == "narrow"
@@ -213,28 +217,26 @@ class StoreBuilder:
     def _job(self, state: RequestState, offers: list[_Offer], plan: StorePlan) -> TransferJob:
         if any(not self._ledger.jobs[job_id].tolerates_others for job_id in state.jobs):
             raise EngineFatal("AssertionError", "_build_store_jobs: a load is pending")
+        takes_all = len(plan.keys) == sum(len(offer.keys) for offer in offers)
         sources = [
-            self._source(group_state, offer, plan) for group_state, offer in zip(state.groups, offers, strict=True)
+            self._source(
+                group_state, offer.chunks if takes_all else offer.chunks[~self._space.not_among(offer.keys, plan.keys)]
+            )
+            for group_state, offer in zip(state.groups, offers, strict=True)
         ]
         gpu = GpuBlocks(
             np.concatenate([blocks for blocks, _ in sources]),
             tuple(len(blocks) for blocks, _ in sources),
             tuple(first for _, first in sources),
         )
-        fenced, deferred = [
-            tuple(
-                block_id
-                for group, (blocks, _) in zip(self._layout.groups, sources, strict=True)
-                if group.is_windowed == is_windowed
-                for block_id in blocks.tolist()
-            )
-            for is_windowed in (True, False)
-        ]
+        of_kind: dict[bool, list[BlockIds]] = {True: [_NO_BLOCKS], False: [_NO_BLOCKS]}
+        for group, (blocks, _) in zip(self._layout.groups, sources, strict=True):
+            of_kind[group.is_windowed].append(blocks)
+        fenced, deferred = np.concatenate(of_kind[True]), np.concatenate(of_kind[False])
         return self.open(state, plan.keys, gpu, plan.chunk_ids, fenced=fenced, deferred_fence=deferred)
 
-    def _source(self, group_state: GroupState, offer: _Offer, plan: StorePlan) -> tuple[BlockIds, int]:
+    def _source(self, group_state: GroupState, chunks: Indices) -> tuple[BlockIds, int]:
         """Blocks of the chunks that were accepted, and the first one's place in the table."""
-        chunks = offer.chunks[np.isin(offer.keys, plan.keys)]
         size = group_state.group.blocks_per_chunk
         places = (chunks[:, np.newaxis] * size + np.arange(size)).ravel()
         blocks = group_state.table.ids[places]
@@ -248,8 +250,8 @@ class StoreBuilder:
         gpu: GpuBlocks,
         chunk_ids: ChunkIds,
         *,
-        fenced: tuple[int, ...],
-        deferred_fence: tuple[int, ...] = (),
+        fenced: Sequence[int] | BlockIds,
+        deferred_fence: Sequence[int] | BlockIds = (),
     ) -> TransferJob:
         """Enter a store into the books."""
         req_id = state.request.request_id

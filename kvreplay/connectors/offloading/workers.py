@@ -14,6 +14,7 @@ from kvreplay.connectors.offloading.config import OffloadingConfig, nanoseconds
 from kvreplay.connectors.offloading.copy_queues import CopyOrder, CopyQueues, conversation_of
 from kvreplay.connectors.offloading.cpu_buffers import ChunkContents, CpuBuffers
 from kvreplay.connectors.offloading.layout import OffloadLayout
+from kvreplay.connectors.offloading.manager_bus import is_watched
 from kvreplay.connectors.offloading.reports import RankReport, ReportBox
 from kvreplay.connectors.offloading.structs import OffloadingConnectorMetadata, OffloadingOutput, TransferJob
 from kvreplay.connectors.offloading.worker import CopyResult, OffloadingWorker
@@ -21,6 +22,7 @@ from kvreplay.kv.memory import KVMemory
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.envelope import COPY_JOB, RANK_REPORT, Answer, Corruption, Envelope
 from kvreplay.sim.event_loop import FOREVER_NS
+from kvreplay.transport.handover import hand_over
 from kvreplay.transport.virtual import VirtualDriver
 
 
@@ -92,6 +94,10 @@ class _Rank:
 
     def submit(self, queue: str, job: TransferJob) -> bool:
         self.queues.now_ns = self._bus.loop.now_ns
+        if not is_watched(self._bus, COPY_JOB):
+            self.queues.submit(queue, job, not_before_ns=self.compute_until_ns)
+            self.driver.pump()
+            return True
         answer = self._bus.ask(
             Envelope(
                 kind=COPY_JOB,
@@ -169,7 +175,12 @@ class OffloadingWorkers:
         self._on_report = on_report
         self._is_closed = False
         num_chunks = config.num_chunks(layout.groups, 1 if is_replicated else len(memories))
-        shared = CpuBuffers(num_chunks, layout.blocks_per_chunk, num_words) if is_replicated else None
+
+        def buffers() -> CpuBuffers:
+            keeps_sums = behaviour.integrity == "checksum"
+            return CpuBuffers(num_chunks, layout.blocks_per_chunk, num_words, keeps_sums=keeps_sums)
+
+        shared = buffers() if is_replicated else None
         self.ranks = [
             _Rank(
                 rank,
@@ -179,13 +190,12 @@ class OffloadingWorkers:
                 behaviour,
                 bus,
                 memory,
-                shared or CpuBuffers(num_chunks, layout.blocks_per_chunk, num_words),
+                shared or buffers(),
                 is_store_writer=not is_replicated or rank == 0,
                 on_report=partial(self._send_reports, rank),
             )
             for rank, memory in enumerate(memories)
         ]
-        bus.listen(self._address, self._receive)
 
     # -- what the engine calls --------------------------------------------------------------------------------
 
@@ -222,7 +232,6 @@ class OffloadingWorkers:
     def shutdown(self) -> None:
         """The process dies: nothing is heard, sent, copied or timed any more."""
         self._is_closed = True
-        self._bus.silence(self._address)
         for rank in self.ranks:
             rank.close()
 
@@ -246,21 +255,23 @@ class OffloadingWorkers:
     def _send(self, report: RankReport, *, attempt: int) -> None:
         if self._is_closed:
             return
+        if not is_watched(self._bus, RANK_REPORT):
+            self._take(report)
+            return
         job = self.box.job(report.job_id)
-        self._bus.post(
-            Envelope(
-                kind=RANK_REPORT,
-                source=self.ranks[report.rank].address,
-                destination=self._address,
-                payload=report,
-                request_ids=(job.req_id,) if job is not None else (),
-                conversation=f"{self._address}/job/{report.job_id}",
-                attempt=attempt,
-                peer_index=report.rank,
-                num_peers=len(self.ranks),
-                reply_index=attempt,
-            )
+        envelope = Envelope(
+            kind=RANK_REPORT,
+            source=self.ranks[report.rank].address,
+            destination=self._address,
+            payload=report,
+            request_ids=(job.req_id,) if job is not None else (),
+            conversation=f"{self._address}/job/{report.job_id}",
+            attempt=attempt,
+            peer_index=report.rank,
+            num_peers=len(self.ranks),
+            reply_index=attempt,
         )
+        hand_over(self._bus, envelope, self._receive)
         if self._repeats:
             self._bus.loop.call_later(self._repeat_ns, lambda: self._repeat(report, attempt + 1))
 
@@ -269,5 +280,9 @@ class OffloadingWorkers:
             self._send(report, attempt=attempt)
 
     def _receive(self, envelope: Envelope) -> None:
-        self.box.put(envelope.payload)
+        if not self._is_closed:
+            self._take(envelope.payload)
+
+    def _take(self, report: RankReport) -> None:
+        self.box.put(report)
         self._on_report()
