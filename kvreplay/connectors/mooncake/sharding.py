@@ -85,18 +85,18 @@ class Sharding:
                 )
         return KVLayout(tuple(regions), stable_hash("kv layout", engine_id, ranks.rank) >> 1 | 1)
 
-    def columns(self, groups: Sequence[KVCacheGroupSpec], ranks: Ranks) -> dict[int, Columns] | None:
+    def columns(self, num_groups: int, ranks: Ranks, words_per_share: int) -> dict[int, Columns] | None:
         """Where a rank's regions are in its engine's rows, by address. None: regions are rows, and move as such."""
         if ranks.tp_size == ranks.pp_size == self.num_units == self.num_stages == 1:
             return None
-        width = len(self.units_of(ranks))
-        columns: dict[int, Columns] = {}
-        for group_index, group in enumerate(groups):
-            for place, stage in enumerate(self.stages_of(ranks)):
-                start = (ranks.rank * len(self.stages_of(ranks)) + place) * width * group.block_size
-                address = _base_addr(ranks, group_index * self.num_stages + stage)
-                columns[address] = Columns(start, width * group.block_size)
-        return columns
+        width = len(self.units_of(ranks)) * words_per_share
+        stages = self.stages_of(ranks)
+        first = ranks.rank * len(stages)
+        return {
+            _base_addr(ranks, group * self.num_stages + stage): Columns((first + place) * width, width)
+            for group in range(num_groups)
+            for place, stage in enumerate(stages)
+        }
 
 
 def _base_addr(ranks: Ranks, layer: int) -> int:

@@ -53,12 +53,18 @@ class RegisteredMemory:
 
 
 def register_rows(
-    memory: KVMemory, groups: Sequence[KVCacheGroupSpec], identity: WorkerIdentity, sharding: Sharding | None = None
+    memory: KVMemory,
+    groups: Sequence[KVCacheGroupSpec],
+    identity: WorkerIdentity,
+    sharding: Sharding | None = None,
 ) -> RegisteredMemory:
-    """One region per KV cache group and stage, in rows of words that all ranks of the engine share."""
+    """One region per KV cache group and stage, in rows of words that all ranks of the engine share.
+
+    A share of a row is as long as a block of the first group has tokens (`ShardedBuffers`).
+    """
     sharding = sharding or Sharding()
     return RegisteredMemory(
-        contents=RowMemory(memory, sharding.columns(groups, identity.ranks)),
+        contents=RowMemory(memory, sharding.columns(len(groups), identity.ranks, groups[0].block_size)),
         layout=sharding.layout(groups, identity.engine_id, identity.ranks),
         heads=sharding.heads,
     )

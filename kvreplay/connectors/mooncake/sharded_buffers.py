@@ -1,0 +1,64 @@
+"""KV buffers of an engine with several ranks: every rank's shares of every block, next to each other."""
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.buffers import KVBuffers
+from kvreplay.kv.content import Content, WordArray
+from kvreplay.kv.memory import BlockIds as AnyBlockIds
+
+_GROUPS_PER_SHARE: Final = 1 << 10
+"""A share has its own words, as a KV cache group has: share s of group g counts as group g + s * this."""
+
+
+class ShardedBuffers(KVBuffers):
+    """One word per token slot and share, in rows of all shares (`Sharding.row_shares`).
+
+    All ranks compute the same, each its own shares. A position is right if every share of it is: one that a transfer
+    has left out, or put in another's place, makes it wrong.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, shares: Sequence[int]) -> None:
+        super().__init__(num_blocks, block_size)
+        assert shares
+        self._groups = [share * _GROUPS_PER_SHARE for share in shares]
+        self._others = [KVBuffers(num_blocks, block_size) for _ in shares[1:]]
+
+    def write(self, table: BlockIds, content: Content, group: int, start: int, end: int, taint: int = 0) -> None:
+        super().write(table, content, group + self._groups[0], start, end, taint)
+        for plane, offset in zip(self._others, self._groups[1:], strict=True):
+            plane.write(table, content, group + offset, start, end, taint)
+
+    def wrong_positions(
+        self, table: BlockIds, content: Content, group: int, start: int, end: int
+    ) -> NDArray[np.int64] | None:
+        found = [super().wrong_positions(table, content, group + self._groups[0], start, end)]
+        found += [
+            plane.wrong_positions(table, content, group + offset, start, end)
+            for plane, offset in zip(self._others, self._groups[1:], strict=True)
+        ]
+        wrong = [positions for positions in found if positions is not None]
+        return reduce(np.union1d, wrong) if wrong else None
+
+    def taint_of(self, table: BlockIds, positions: NDArray[np.int64]) -> int:
+        taint = super().taint_of(table, positions)
+        for place, plane in enumerate(self._others, 2):
+            taint ^= plane.taint_of(table, positions) * place
+        return taint | 1
+
+    def read_blocks(self, group: int, block_ids: AnyBlockIds) -> WordArray:
+        """The blocks' rows now, as a copy of shape [number of blocks, number of shares * block size]."""
+        rows = [super().read_blocks(group, block_ids), *(plane.read_blocks(group, block_ids) for plane in self._others)]
+        whole: WordArray = np.concatenate(rows, axis=1)
+        return whole
+
+    def write_blocks(self, group: int, block_ids: AnyBlockIds, words: WordArray) -> None:
+        parts = np.split(words, len(self._groups), axis=1)
+        super().write_blocks(group, block_ids, parts[0])
+        for plane, part in zip(self._others, parts[1:], strict=True):
+            plane.write_blocks(group, block_ids, part)
