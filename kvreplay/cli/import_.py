@@ -39,7 +39,9 @@ def import_mooncake(
     limit: LimitOption = None,
     unit: Annotated[
         Literal["ms", "s"] | None,
-        typer.Option(help="Unit of the timestamps. Default: ms, and a file that looks like seconds is refused."),
+        typer.Option(
+            metavar="ms|s", help="Unit of the timestamps. Default: ms, and a file that looks like seconds is refused."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -18,7 +18,8 @@ def report(
     *,
     as_json: JsonOption = False,
     width: Annotated[
-        int | None, typer.Option("--width", min=40, help="Columns to print. Default: as wide as the terminal.")
+        int | None,
+        typer.Option("--width", metavar="N", min=40, help="Columns to print. Default: as wide as the terminal."),
     ] = None,
 ) -> None:
     """Print the report of a run again, from its trace, and exit with the status that the run had."""

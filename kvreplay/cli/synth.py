@@ -22,7 +22,11 @@ def synth(
     ] = 200,
     arrivals: Annotated[
         Literal["constant", "poisson", "bursty"],
-        typer.Option(help="Gaps between sessions: equal, exponential, or gamma.", rich_help_panel=_LOAD),
+        typer.Option(
+            metavar="constant|poisson|bursty",
+            help="Gaps between sessions: equal, exponential, or gamma.",
+            rich_help_panel=_LOAD,
+        ),
     ] = "poisson",
     rate: Annotated[float, typer.Option(metavar="PER_S", help="New sessions per second.", rich_help_panel=_LOAD)] = 1.0,
     burstiness: Annotated[

@@ -1,6 +1,6 @@
 """The canned traces: made by the commands in traces/README.md, and ending as the table there says.
 
-Run as a program it makes them again: python tests/cli/test_canned_traces.py
+Run as a program it makes them again: python -m tests.cli.test_canned_traces
 """
 
 import os
