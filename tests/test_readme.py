@@ -227,7 +227,9 @@ def test_faults_that_nothing_carries_out_are_named() -> None:
     commands = topology_of(load_config("mooncake-1p1d").config, None).commands
     acts = {name: VERBS[row.verb] for name, row in catalogue().items()}
     idle = [name for name, verb in acts.items() if not isinstance(verb, MessageVerb) and verb.name not in commands]
-    (sentence,) = re.findall(r"^The short names .*? start with\. (.*?)\n\n", chapter("Fault reference"), re.DOTALL)
+    (sentence,) = re.findall(
+        r"^The short names .*? start with\. (.*?)\n\n", chapter("Fault reference"), re.DOTALL | re.MULTILINE
+    )
     assert sorted(set(re.findall(r"`([^`]+)`", sentence)) - {"run"}) == sorted(idle)
 
 
