@@ -172,9 +172,8 @@ def rewritten(text: str) -> str:
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_is_as_the_code_says(name: str) -> None:
-    """If not: python -m tests.test_readme"""
     (found,) = [match[0] for match in _PART.finditer(README) if match[2] == name]
-    assert found == rewritten(found)
+    assert found == rewritten(found), "write it again: python -m tests.test_readme"
 
 
 # -- tables that are held against the code ------------------------------------------------------------------------

@@ -65,8 +65,8 @@ SHORT = [session for session in SESSION.findall(README) if not needs_large_input
 
 @pytest.mark.parametrize("session", SHORT, ids=lambda session: session.splitlines()[0][2:])
 def test_a_session_prints_what_it_prints(session: str, tmp_path: Path) -> None:
-    """If not, and the new output is right: python -m tests.test_readme_sessions"""
-    assert timeless(play(session, tmp_path)) == timeless(session)
+    advice = "if the new output is right, write it: python -m tests.test_readme_sessions"
+    assert timeless(play(session, tmp_path)) == timeless(session), advice
 
 
 def replayed(text: str, wanted: Callable[[str], bool], folder: Path) -> str:
