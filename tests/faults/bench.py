@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 
+from kvreplay.connectors.mooncake.plan import WriteSegment
 from kvreplay.connectors.mooncake.structs import (
     BootstrapQuery,
     MooncakeXferMetadata,
     MooncakeXferResponse,
     MooncakeXferResponseStatus,
     WriteData,
-    WriteSegment,
 )
 from kvreplay.events import Event, ListSink
 from kvreplay.faults.injector import Injector
@@ -187,7 +187,7 @@ def write(*requests: str, to: str = "D0", of: str = "P0", num_blocks: int = 2, n
         write_id=number,
         segments=segments,
         num_blocks=len(requests) * (num_blocks + 1),
-        read=lambda group, block_ids: None,
+        read=lambda piece: None,
     )
     return Envelope(
         kind=WRITE_DATA,

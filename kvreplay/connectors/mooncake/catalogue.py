@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
+from kvreplay.connectors.mooncake.catalogue_ranks import PEERS, RANKS, WRITES
 from kvreplay.connectors.mooncake.plan import WriteSegment
 from kvreplay.connectors.mooncake.structs import (
     BootstrapAnswer,
@@ -673,4 +674,13 @@ _WRITES: Final = (
     ),
 )
 
-ROWS: Final[tuple[FaultRow, ...]] = (*_SHORT_NAMES, *_BOOTSTRAP, *_PULLS, *_REPLIES, *_WRITES)
+ROWS: Final[tuple[FaultRow, ...]] = (
+    *_SHORT_NAMES,
+    *_BOOTSTRAP,
+    *_PULLS,
+    *_REPLIES,
+    *_WRITES,
+    *PEERS,
+    *WRITES,
+    *RANKS,
+)
