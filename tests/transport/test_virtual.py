@@ -120,3 +120,24 @@ class TestVirtualDriver:
         driver.close()
         driver.receive(message("A/x", "B/x", "two"))
         assert (bus.loop.num_live, log) == (0, [])
+
+    def test_what_a_message_makes_due_at_once_is_done_at_once(self, bus: Bus) -> None:
+        machine, log = Echo(), list[str]()
+        driver = VirtualDriver(machine, bus)
+        bus.listen("A/x", lambda envelope: log.append(envelope.payload))
+        machine.deadlines.at(0, machine._answer, message("A/x", "B/x", "now"))
+        driver.pump()
+        bus.loop.run_until_quiescent()
+        assert (log, bus.loop.now_ns) == (["now!"], 0)
+
+    def test_a_stalled_machine_takes_up_where_it_was_in_order(self, bus: Bus) -> None:
+        machine, log = Echo(), list[tuple[int, str]]()
+        driver = VirtualDriver(machine, bus)
+        bus.listen("A/x", lambda envelope: log.append((bus.loop.now_ns, envelope.payload)))
+        driver.receive(message("A/x", "B/x", "before"))
+        driver.stall(100)
+        assert driver.stalled_until_ns == 100
+        for time_ns, text in ((10, "one"), (20, "two")):
+            bus.loop.call_at(time_ns, lambda text=text: driver.receive(message("A/x", "B/x", text)))  # type: ignore[misc]
+        bus.loop.run_until_quiescent()
+        assert log == [(100, "before!"), (105, "one!"), (105, "two!")]

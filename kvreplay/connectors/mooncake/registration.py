@@ -50,6 +50,8 @@ class Registration:
         self._log = log_line
         self._deadlines = Deadlines()
         self._attempt = 0
+        self._is_asking = False
+        """An answer to the current attempt is still wanted."""
         self._backoff_s = _FIRST_BACKOFF_S
 
     @property
@@ -62,7 +64,7 @@ class Registration:
     def handle(self, envelope: Envelope, now_ns: int) -> None:
         assert envelope.kind == BOOTSTRAP_ANSWER, envelope.kind
         answer: BootstrapAnswer = envelope.payload
-        if self.is_over or envelope.attempt != self._attempt:
+        if not self._is_wanted(envelope):
             return
         if answer.error is not None:
             self._attempt_failed(answer.error, now_ns)
@@ -72,14 +74,18 @@ class Registration:
             self._refused_by_server(answer)
 
     def on_refused(self, envelope: Envelope, now_ns: int) -> None:
-        if not self.is_over and envelope.attempt == self._attempt:
+        if self._is_wanted(envelope):
             self._attempt_failed(REFUSED, now_ns)
 
     def on_deadline(self, now_ns: int) -> None:
         self._deadlines.fire(now_ns)
 
+    def _is_wanted(self, envelope: Envelope) -> bool:
+        return self._is_asking and envelope.attempt == self._attempt
+
     def _send(self, _: object, now_ns: int) -> None:
         self._attempt += 1
+        self._is_asking = True
         self.outbox.append(
             Envelope(
                 kind=BOOTSTRAP_REGISTER,
@@ -90,14 +96,14 @@ class Registration:
                 attempt=self._attempt,
             )
         )
-        self._deadlines.at(now_ns + self._timeout_ns, self._on_timeout, self._attempt)
+        self._deadlines.at(now_ns + self._timeout_ns, self._on_timeout, None)
 
-    def _on_timeout(self, attempt: int, now_ns: int) -> None:
-        if not self.is_over and attempt == self._attempt:
-            self._attempt_failed(TIMEOUT, now_ns)
+    def _on_timeout(self, _: object, now_ns: int) -> None:
+        self._attempt_failed(TIMEOUT, now_ns)
 
     def _attempt_failed(self, reason: str, now_ns: int) -> None:
         self._deadlines.clear()
+        self._is_asking = False
         if self._attempt == BOOTSTRAP_ATTEMPTS:
             self._end(
                 EngineFatal(
@@ -123,6 +129,7 @@ class Registration:
 
     def _end(self, failure: EngineFatal | None) -> None:
         self.is_over = True
+        self._is_asking = False
         self.failure = failure
         self._deadlines.clear()
 

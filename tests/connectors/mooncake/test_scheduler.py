@@ -11,11 +11,12 @@ from kvreplay.engine.connector import SchedulerConnector
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.errors import EngineFatal
 from kvreplay.kv.content import Content
-from kvreplay.kv.specs import SLIDING_WINDOW, KVCacheGroupSpec
+from kvreplay.kv.specs import MAMBA, MAMBA_ALIGN, SLIDING_WINDOW, SLIDING_WINDOW_MLA, KVCacheGroupSpec
 from tests.connectors.mooncake.pair import behaviour
 
 FULL_GROUP = KVCacheGroupSpec()
 WINDOW_GROUP = KVCacheGroupSpec(kind=SLIDING_WINDOW, sliding_window=32)
+STATE_GROUP = KVCacheGroupSpec(kind=MAMBA, mamba_cache_mode=MAMBA_ALIGN)
 LENGTH = RequestStatus.FINISHED_LENGTH_CAPPED
 STOPPED = RequestStatus.FINISHED_STOPPED
 ABORTED = RequestStatus.FINISHED_ABORTED
@@ -184,3 +185,94 @@ class TestRoles:
         half: SchedulerConnector = MooncakeScheduler(role, (FULL_GROUP,), profile("ideal"))
         assert half.requires_kv_delivery is delivers
         assert half.lookup_is_pure
+
+
+class TestMisroutedRequests:
+    """Profile `ideal` serves them as if nobody had asked for a transfer."""
+
+    def test_a_prefill_leg_on_a_consumer(self) -> None:
+        half, leg = scheduler("kv_consumer", mooncake_role_mismatch="ignore"), prefill_leg(LENGTH)
+        half.on_new_request(leg)
+        half.update_state_after_alloc(leg, Blocks([1]), 0)
+        assert half.request_finished(leg, Blocks([1])) is False
+        assert half.build_connector_meta() is None
+
+    def test_a_decode_leg_on_a_producer(self) -> None:
+        half, leg = scheduler("kv_producer", mooncake_role_mismatch="ignore"), decode_leg(ABORTED)
+        half.on_new_request(leg)
+        assert half.get_num_new_matched_tokens(leg, 0) == (0, False)
+        half.update_state_after_alloc(leg, Blocks([1]), 0)
+        assert half.request_finished(leg, Blocks([1])) is False
+        assert half.build_connector_meta() is None
+
+    def test_requests_of_the_right_role_are_left_alone(self) -> None:
+        half, leg = scheduler("kv_consumer", mooncake_role_mismatch="ignore"), decode_leg()
+        half.on_new_request(leg)
+        assert half.get_num_new_matched_tokens(leg, 0) == (40, True)
+
+
+class TestStates:
+    """A model of Mamba states needs the one before the last token."""
+
+    def test_the_producer_leaves_the_last_token_out_once(self) -> None:
+        half, leg = scheduler("kv_producer", FULL_GROUP, STATE_GROUP), prefill_leg()
+        leg.max_tokens = 7
+        for _ in range(2):
+            half.on_new_request(leg)
+        assert (leg.num_prompt_tokens, leg.num_tokens, leg.max_tokens) == (39, 39, 1)
+
+    def test_the_consumer_computes_it(self) -> None:
+        half = scheduler("kv_consumer", FULL_GROUP, STATE_GROUP)
+        assert half.get_num_new_matched_tokens(decode_leg(), 16) == (23, True)
+        assert half.get_num_new_matched_tokens(decode_leg(), 39) == (0, False), "a full hit: nothing to pull"
+
+    def test_a_request_that_reads_no_cache_keeps_it(self) -> None:
+        half, leg = scheduler("kv_producer", FULL_GROUP, STATE_GROUP), prefill_leg()
+        leg.skip_reading_prefix_cache = True
+        half.on_new_request(leg)
+        assert leg.num_prompt_tokens == 40
+
+    def test_windows_that_are_replayed_need_it_too(self) -> None:
+        replayed = KVCacheGroupSpec(kind=SLIDING_WINDOW_MLA, sliding_window=32, bounded_replay=True)
+        half = scheduler("kv_consumer", FULL_GROUP, replayed)
+        assert half.get_num_new_matched_tokens(decode_leg(), 0) == (39, True)
+
+    def test_other_models_do_not(self) -> None:
+        half, leg = scheduler("kv_producer", FULL_GROUP, WINDOW_GROUP), prefill_leg()
+        half.on_new_request(leg)
+        assert leg.num_prompt_tokens == 40
+
+
+def test_blocks_of_another_number_of_groups_are_fatal() -> None:
+    with pytest.raises(EngineFatal, match=r"^ValueError: Expected 1 KV cache groups, got 2\.$"):
+        scheduler("kv_producer").request_finished(prefill_leg(LENGTH), Blocks([1], [2]))
+
+
+class TestLines:
+    """What vLLM logs, with its arguments."""
+
+    def test_parameters_that_are_missing(self) -> None:
+        lines: list[tuple[object, ...]] = []
+        consumer = MooncakeScheduler("kv_consumer", (FULL_GROUP,), behaviour(), Lines(lines))
+        leg = decode_leg()
+        assert leg.kv_transfer_params is not None
+        del leg.kv_transfer_params["remote_engine_id"]
+        consumer.update_state_after_alloc(leg, Blocks([1]), 16)
+        producer = MooncakeScheduler("kv_producer", (FULL_GROUP,), behaviour(), Lines(lines))
+        producer.update_state_after_alloc(prefill_leg(transfer_id=None), Blocks([1]), 0)
+        (first, params), (second,) = lines
+        assert first == "Got invalid KVTransferParams: %s. This request will not utilize KVTransfer"
+        assert isinstance(params, dict)
+        assert params["do_remote_prefill"] is True, "as it was, before it was acted upon"
+        assert second == "Missing transfer_id in kv_transfer_params from router!"
+
+
+class Lines:
+    debug = False
+
+    def __init__(self, lines: list[tuple[object, ...]]) -> None:
+        self._lines = lines
+
+    def __call__(self, thread: str, level: str, template: str, *arguments: object) -> None:
+        assert (thread, level) == ("main", "WARNING")
+        self._lines.append((template, *arguments))
