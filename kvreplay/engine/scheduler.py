@@ -591,8 +591,6 @@ class Scheduler:
         new_blocks = self._allocate_admission(admission)
         if new_blocks is None:
             return _Head.STOP
-        if admission.num_drafts and admission.num_tokens != 1 + admission.num_drafts:
-            raise EngineFatal("AssertionError")
         computed, num_external = admission.computed, admission.num_external
         if admission.hit is not None and self.accounts is not None:
             self.accounts.note_admission(request, admission.num_local, self.kv)
@@ -615,6 +613,8 @@ class Scheduler:
             out.has_sync_kv_loads = True
         request.num_computed_tokens = computed
         was_preempted = request.status is RequestStatus.PREEMPTED
+        if admission.num_drafts and admission.num_tokens != 1 + admission.num_drafts:
+            raise EngineFatal("AssertionError")
         return Share(
             request,
             computed,

@@ -9,7 +9,7 @@ import numpy as np
 from kvreplay.errors import ConfigError, EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.block_pool import BlockIds, BlockPool, Keys
-from kvreplay.kv.block_table import BlockTable
+from kvreplay.kv.block_table import UNTRACKED, BlockTable
 from kvreplay.kv.lookup import FoundPrefix, Hit, PrefixLookup, no_hit
 from kvreplay.kv.managers.base import NO_BLOCKS, CacheRules, Hashable, Need
 from kvreplay.kv.managers.factory import make_manager
@@ -451,6 +451,8 @@ class FullAttentionCacheManager(KVCacheManager):
         table = tables.get(request_id)
         held = table.num_blocks if table is not None else 0
         found = hit[0] if hit is not None else self.no_hit[0]
+        if len(found) and table is not None and table.num_cached != UNTRACKED:
+            raise EngineFatal("AssertionError")
         leaving = pool.num_evictable(found) if len(found) else 0
         if apply_watermark:
             leaving += self.watermark_blocks
@@ -465,7 +467,7 @@ class FullAttentionCacheManager(KVCacheManager):
             return None
         if table is None:
             table = tables[request_id] = BlockTable(max(required, have) + 1)
-        if len(found) or num_external_tokens:
+        if (len(found) or num_external_tokens) and table.num_cached == UNTRACKED:
             assert not held, request_id
             if len(found):
                 pool.touch(found)

@@ -11,13 +11,14 @@ from typing import Any, Final, Literal, TypeAlias
 from kvreplay.connectors.mooncake.config import MooncakeConfig
 from kvreplay.engine.config import CacheConfig, SchedulerConfig
 from kvreplay.errors import ConfigError
-from kvreplay.kv.specs import SLIDING_WINDOW, KVCacheGroupSpec
+from kvreplay.kv.specs import CHUNKED_LOCAL, MAMBA, SLIDING_WINDOW, KVCacheGroupSpec, resolve_block_sizes
 from kvreplay.replay.network import LinkTiming
 from kvreplay.replay.timing import StepTiming
 
 MAX_BLOCKS: Final = 1 << 24
 """Per instance. Their contents take 2 GiB with 16-token blocks; no real pool comes near."""
 MAX_INSTANCES: Final = 1024
+_OF_EVERY_GROUP: Final = ("kind", "block_size", "sliding_window", "bytes_per_token")
 
 ConnectorKind: TypeAlias = Literal["none", "mooncake"]
 Role: TypeAlias = Literal["engine", "prefill", "decode"]
@@ -39,10 +40,18 @@ class ModelConfig:
         if self.max_model_len <= 0:
             raise ConfigError(f"model.max_model_len must be > 0, got {self.max_model_len}")
         for group in self.groups:
-            if group.bytes_per_token <= 0:
-                raise ConfigError(f"model.groups: bytes_per_token must be > 0, got {group.bytes_per_token}")
-        if len(self.groups) > 1:
-            raise ConfigError(f"model.groups: one KV cache group is modelled so far, got {len(self.groups)}")
+            needed = "state_bytes" if group.kind == MAMBA else "bytes_per_token"
+            if getattr(group, needed) <= 0:
+                raise ConfigError(f"model.groups: {needed} must be > 0, got {getattr(group, needed)}")
+        sizes = resolve_block_sizes(self.groups)
+        if any(group.kind == CHUNKED_LOCAL and group.block_size != sizes.scheduler for group in self.groups):
+            raise ConfigError("model.groups: beside chunked_local, every group must have its block_size")
+
+    @property
+    def has_checkable_contents(self) -> bool:
+        """Whether KV buffers are modelled for it."""
+        (first, *others) = self.groups
+        return not others and (first.is_full_attention or first.kind == SLIDING_WINDOW) and first.tokens_per_state == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +154,14 @@ class ReplayConfig:
         assert set(self.roles) == set(self.topology.roles)
         if self.topology.is_disaggregated and self.connector.kind == "none":
             raise ConfigError("connector.kind: prefill and decode instances need a connector, got 'none'")
+        if self.connector.kind != "none" and len(self.model.groups) > 1:
+            raise ConfigError(
+                f"connector.kind: {self.connector.kind} moves one KV cache group so far, got {len(self.model.groups)}"
+            )
+        if self.kv.check != "off" and not self.model.has_checkable_contents:
+            raise ConfigError(
+                "kv.check: contents of one group of full attention or sliding windows only; set it to off"
+            )
         if self.connector.kind == "mooncake" and not self.topology.is_disaggregated:
             raise ConfigError("connector.kind: mooncake needs topology.prefill and topology.decode")
         for role, config in self.roles.items():
@@ -180,7 +197,8 @@ def check_role(model: ModelConfig, role: Role, config: RoleConfig) -> None:
     num_blocks = config.cache.num_gpu_blocks
     if num_blocks > MAX_BLOCKS:
         raise ConfigError(f"{where}cache.num_gpu_blocks must be <= {MAX_BLOCKS}, got {num_blocks}")
-    needed = sum(_blocks_of_longest_request(group, config.scheduler) for group in model.groups)
+    scheduler = config.scheduler
+    needed = sum(group.max_blocks(scheduler.max_in_flight_tokens, scheduler.max_model_len) for group in model.groups)
     if needed > num_blocks - 1:
         raise ConfigError(
             f"{where}cache.num_gpu_blocks: {num_blocks} blocks, one of them the null block, cannot hold one request of "
@@ -196,25 +214,22 @@ def check_role(model: ModelConfig, role: Role, config: RoleConfig) -> None:
         )
 
 
-def _blocks_of_longest_request(group: KVCacheGroupSpec, scheduler: SchedulerConfig) -> int:
-    if group.kind != SLIDING_WINDOW:
-        return -(-scheduler.max_model_len // group.block_size)
-    assert group.sliding_window is not None
-    # vLLM, SlidingWindowSpec.max_memory_usage_bytes: a window and one step's tokens, not aligned to blocks.
-    reach = min(group.sliding_window - 1 + scheduler.max_num_batched_tokens, scheduler.max_model_len)
-    return -(-reach // group.block_size) + 1
-
-
 def _table(record: Any) -> Any:  # noqa: ANN401 - any dataclass, recursively; 480 for a float becomes 480.0
     if is_dataclass(record):
         return {
             item.name: _table(float(value) if item.type is float else value)
             for item in fields(record)
             for value in (getattr(record, item.name),)
+            if not _is_left_out(record, item.name, value, item.default)
         }
     if isinstance(record, tuple):
         return [_table(item) for item in record]
     return record
+
+
+def _is_left_out(record: object, name: str, value: object, default: object) -> bool:
+    """What is particular to some kinds of groups is spelled out for those only."""
+    return isinstance(record, KVCacheGroupSpec) and name not in _OF_EVERY_GROUP and value == default
 
 
 def _split_common(tables: dict[Role, dict[str, dict[str, Any]]]) -> dict[str, Any]:

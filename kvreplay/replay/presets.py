@@ -5,7 +5,15 @@ from pathlib import Path
 from typing import Final
 
 import kvreplay
-from kvreplay.kv.specs import FULL, KVCacheGroupSpec
+from kvreplay.kv.specs import (
+    FULL,
+    MAMBA,
+    MAMBA_ALIGN,
+    MLA,
+    SLIDING_WINDOW,
+    SLIDING_WINDOW_MLA,
+    KVCacheGroupSpec,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +41,92 @@ MODEL_PRESETS: Final[dict[str, ModelPreset]] = {
             "DeepSeek-V3, config.json: 61 layers x (kv_lora_rank 512 + qk_rope_head_dim 64) x 2 B (BF16) = 70,272 B "
             "per token; max_position_embeddings 163,840. One copy per token: attention data parallel or decode context "
             "parallel; plain TP would keep a copy on every GPU"
+        ),
+    ),
+    "gemma-hybrid": ModelPreset(
+        groups=(
+            KVCacheGroupSpec(kind=FULL, block_size=16, bytes_per_token=81_920, num_layers=10),
+            *(
+                KVCacheGroupSpec(
+                    kind=SLIDING_WINDOW, block_size=16, sliding_window=1024, bytes_per_token=81_920, num_layers=10
+                )
+                for _ in range(6)
+            ),
+        ),
+        max_model_len=131_072,
+        source=(
+            "Gemma 3 27B, config.json: 62 layers, every sixth global, the others with a window of 1,024; 16 KV heads x "
+            "128 x 2 (K and V) x 2 B (BF16) = 8,192 B per token and layer. vLLM makes groups of 10 layers: one of the "
+            "global ones, six of the 52 others (the last is padded)"
+        ),
+    ),
+    "qwen-gdn-hybrid": ModelPreset(
+        groups=(
+            KVCacheGroupSpec(kind=FULL, block_size=544, bytes_per_token=24_576, num_layers=12),
+            *(
+                KVCacheGroupSpec(
+                    kind=MAMBA,
+                    block_size=544,
+                    mamba_cache_mode=MAMBA_ALIGN,
+                    state_bytes=12 * 1_097_728,
+                    num_layers=12,
+                    page_alignment=1_114_112,
+                )
+                for _ in range(3)
+            ),
+        ),
+        max_model_len=262_144,
+        source=(
+            "Qwen3-Next 80B-A3B, config.json: 48 layers, every fourth full attention (2 KV heads x 256 x 2 x 2 B = "
+            "2,048 B per token), the others gated delta nets: 32 x 128 x 128 x 2 B of state and 3 x 8,192 x 2 B of "
+            "convolution = 1,097,728 B. Attention blocks are the smallest multiple of 16 tokens whose page is as "
+            "large: 544, to which states are padded"
+        ),
+    ),
+    "kimi-linear": ModelPreset(
+        groups=(
+            KVCacheGroupSpec(kind=MLA, block_size=1_888, bytes_per_token=8_064, num_layers=7),
+            *(
+                KVCacheGroupSpec(
+                    kind=MAMBA,
+                    block_size=1_888,
+                    mamba_cache_mode=MAMBA_ALIGN,
+                    state_bytes=7 * 2_170_880,
+                    num_layers=7,
+                    page_alignment=2_174_976,
+                )
+                for _ in range(3)
+            ),
+        ),
+        max_model_len=1_048_576,
+        source=(
+            "Kimi Linear 48B-A3B, config.json: 27 layers, 7 of them MLA ((512 + 64) x 2 B = 1,152 B per token), 20 "
+            "delta attention: 32 x 128 x 128 x 4 B of state and 3 x 12,288 x 2 B of convolution = 2,170,880 B. The "
+            "smallest multiple of 16 tokens whose page is as large is 1,888; vLLM may round it up for its kernels"
+        ),
+    ),
+    "deepseek-v4-five-groups": ModelPreset(
+        groups=(
+            KVCacheGroupSpec(kind=MLA, block_size=256, tokens_per_state=4, bytes_per_token=146, page_alignment=576),
+            KVCacheGroupSpec(
+                kind=SLIDING_WINDOW_MLA, block_size=4, sliding_window=8, bytes_per_token=8_192, page_alignment=576
+            ),
+            KVCacheGroupSpec(
+                kind=SLIDING_WINDOW_MLA, block_size=8, sliding_window=128, bytes_per_token=4_096, page_alignment=576
+            ),
+            *(
+                KVCacheGroupSpec(
+                    kind=SLIDING_WINDOW_MLA, block_size=64, sliding_window=128, bytes_per_token=584, page_alignment=576
+                )
+                for _ in range(2)
+            ),
+        ),
+        max_model_len=1_048_576,
+        source=(
+            "DeepSeek-V4-like, vllm/v1/kv_cache_interface.py, one layer of each kind: MLA compressed 4:1 (584 B "
+            "per state, so 146 B per token), the states of both compressors in float32 (8,192 and 4,096 B per token, "
+            "windows 8 and 128), and two of sliding-window MLA (584 B per token, window 128); pages padded to "
+            "multiples of 576 B"
         ),
     ),
 }

@@ -58,8 +58,22 @@ def test_the_presets_for_public_traces_take_their_longest_request(name: str) -> 
 
 def test_model_presets_say_their_source() -> None:
     sizes = {name: preset.groups[0].bytes_per_token for name, preset in MODEL_PRESETS.items()}
-    assert sizes == {"llama-70b": 80 * 8 * 128 * 2 * 2, "deepseek-mla": 61 * 576 * 2}
-    assert all("config.json" in preset.source for preset in MODEL_PRESETS.values())
+    assert sizes == {
+        "llama-70b": 80 * 8 * 128 * 2 * 2,
+        "deepseek-mla": 61 * 576 * 2,
+        "gemma-hybrid": 10 * 16 * 128 * 2 * 2,
+        "qwen-gdn-hybrid": 12 * 2 * 256 * 2 * 2,
+        "kimi-linear": 7 * 576 * 2,
+        "deepseek-v4-five-groups": 584 // 4,
+    }
+    assert all("config.json" in preset.source or "vllm/" in preset.source for preset in MODEL_PRESETS.values())
+
+
+@pytest.mark.parametrize("name", ["gemma-hybrid", "qwen-gdn-hybrid", "kimi-linear", "deepseek-v4-five-groups"])
+def test_no_group_of_a_hybrid_wastes_more_than_an_eighth_of_its_pages(name: str) -> None:
+    """All groups share one pool, whose blocks are as large as the widest group's."""
+    pages = [group.page_bytes for group in MODEL_PRESETS[name].groups]
+    assert min(pages) >= 0.875 * max(pages)
 
 
 def refused(*sets: str, name: str = "single") -> str:
