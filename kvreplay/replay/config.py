@@ -43,6 +43,10 @@ class ModelConfig:
             needed = "state_bytes" if group.kind == MAMBA else "bytes_per_token"
             if getattr(group, needed) <= 0:
                 raise ConfigError(f"model.groups: {needed} must be > 0, got {getattr(group, needed)}")
+            if group.sliding_window is not None and group.sliding_window < group.block_size:
+                raise ConfigError(
+                    f"model.groups: sliding_window ({group.sliding_window}) must be >= block_size ({group.block_size})"
+                )
         sizes = resolve_block_sizes(self.groups)
         if any(group.kind == CHUNKED_LOCAL and group.block_size != sizes.scheduler for group in self.groups):
             raise ConfigError("model.groups: beside chunked_local, every group must have its block_size")

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from kvreplay.errors import ConfigError
-from kvreplay.kv.specs import SLIDING_WINDOW, KVCacheGroupSpec
-from kvreplay.replay.config import check_role
+from kvreplay.kv.specs import CHUNKED_LOCAL, FULL, MAMBA, SLIDING_WINDOW, KVCacheGroupSpec
+from kvreplay.replay.config import ModelConfig, check_role
 from kvreplay.replay.config_load import config_from_json, load_config, preset_names
 from kvreplay.replay.presets import MODEL_PRESETS, packaged_folder, packaged_names
 
@@ -138,3 +138,42 @@ def test_impossible_values_are_refused_naming_the_flag(key: str, value: str, mes
 
 def test_prefill_and_decode_need_a_connector() -> None:
     assert refused("connector.kind=none", name="mooncake-1p1d").endswith("need a connector, got 'none'")
+
+
+_LINEAR = KVCacheGroupSpec(kind=FULL, bytes_per_token=1)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (
+            [KVCacheGroupSpec(kind=SLIDING_WINDOW, sliding_window=8, bytes_per_token=1)],
+            "model.groups: sliding_window (8) must be >= block_size (16)",
+        ),
+        ([_LINEAR, KVCacheGroupSpec(kind=MAMBA)], "model.groups: state_bytes must be > 0, got 0"),
+        (
+            [
+                _LINEAR,
+                KVCacheGroupSpec(kind=CHUNKED_LOCAL, block_size=8, attention_chunk_size=64, bytes_per_token=2),
+            ],
+            "model.groups: beside chunked_local, every group must have its block_size",
+        ),
+    ],
+)
+def test_groups_that_no_engine_could_have_are_refused(groups: list[KVCacheGroupSpec], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig(name="m", groups=tuple(groups), max_model_len=100)
+    assert str(caught.value) == message
+
+
+def test_what_is_not_modelled_for_several_groups_is_said() -> None:
+    assert refused("model.preset=gemma-hybrid").endswith(
+        "kv.check: contents of one group of full attention or sliding windows only; set it to off"
+    )
+    assert refused("model.preset=gemma-hybrid", "kv.check=off", name="mooncake-1p1d").endswith(
+        "connector.kind: mooncake moves one KV cache group so far, got 7"
+    )
+    load_config("single", sets=["model.preset=gemma-hybrid", "kv.check=off"])
+    assert refused("scheduler.async_scheduling=true").endswith(
+        "scheduler.async_scheduling is not modelled yet; set it to false"
+    )
