@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,6 +44,18 @@ BehaviourOption = Annotated[
 ]
 SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of every random draw.")]
 LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Take the first N requests only.")]
+
+
+def chosen(flag: str, value: str, choices: Collection[str]) -> str:
+    """`value`, if it is one of `choices`. Raises ConfigError naming the flag and the nearest choice."""
+    from kvreplay.behaviour import nearest
+    from kvreplay.errors import ConfigError
+
+    if value not in choices:
+        raise ConfigError(
+            f"{flag} {value}: expected one of {', '.join(choices)}{nearest(value, [str(choice) for choice in choices])}"
+        )
+    return value
 
 
 def trace_name(text: str) -> str:

@@ -1,11 +1,11 @@
 """`kvreplay import`: other tools' files, as traces."""
 
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, cast, get_args
 
 import typer
 
-from kvreplay.cli.common import JsonOption, LimitOption, make_console, paragraphs, print_json
+from kvreplay.cli.common import JsonOption, LimitOption, chosen, make_console, paragraphs, print_json
 from kvreplay.errors import TraceError
 
 app = typer.Typer(help="Turn another tool's file into a trace.")
@@ -38,7 +38,7 @@ def import_mooncake(
     ] = None,
     limit: LimitOption = None,
     unit: Annotated[
-        Literal["ms", "s"] | None,
+        str | None,
         typer.Option(
             metavar="ms|s", help="Unit of the timestamps. Default: ms, and a file that looks like seconds is refused."
         ),
@@ -46,13 +46,14 @@ def import_mooncake(
     as_json: JsonOption = False,
 ) -> None:
     from kvreplay.trace.digest import file_digest
-    from kvreplay.trace.importers.mooncake import read_mooncake
+    from kvreplay.trace.importers.mooncake import Unit, read_mooncake
     from kvreplay.trace.schema import TraceMetadata
     from kvreplay.trace.writer import check_output
 
+    known_unit = cast("Unit | None", unit and chosen("--unit", unit, get_args(Unit)))
     target = output or default_output(file)
     check_output(target, [file])
-    workload = read_mooncake(file, limit=limit, unit=unit)
+    workload = read_mooncake(file, limit=limit, unit=known_unit)
     options = {"limit": limit, "unit": unit or "ms"}
     metadata = TraceMetadata(
         source={"tool": "kvreplay import mooncake", "options": options, "inputs": [file_digest(file)]}

@@ -17,6 +17,7 @@ from kvreplay.cli.common import (
     ProfileOption,
     SeedOption,
     SetOption,
+    chosen,
     make_console,
     print_warning,
     trace_name,
@@ -70,8 +71,6 @@ def run(
     Exits 0 if it passed, 3 on a violation, 4 if requests stalled, 5 if an engine crashed.
     The same trace, config, faults and seed give the same result, byte for byte.
     """
-    from kvreplay.behaviour import nearest
-    from kvreplay.errors import ConfigError
     from kvreplay.events import DETAIL_LEVELS
     from kvreplay.faults.plan import make_plan
     from kvreplay.replay.config_load import load_config
@@ -82,9 +81,6 @@ def run(
     from kvreplay.verdict.verdict import parse_fail_on
 
     started_s = perf_counter()
-    if detail not in DETAIL_LEVELS:
-        known = ", ".join(DETAIL_LEVELS)
-        raise ConfigError(f"--detail {detail}: expected one of {known}{nearest(detail, DETAIL_LEVELS)}")
     faults = make_plan(inject or (), plan)
     path, opened = open_trace(trace_name(trace))
     if output is not None:
@@ -103,7 +99,7 @@ def run(
         plan=faults,
         seed=seed,
         limit=limit,
-        detail=DETAIL_LEVELS[detail],
+        detail=DETAIL_LEVELS[chosen("--detail", detail, DETAIL_LEVELS)],
         output=output,
         baseline=baseline,
         fail_on=parse_fail_on(fail_on) if fail_on is not None else DEFAULT_FAIL_ON,

@@ -1,11 +1,11 @@
 """`kvreplay synth`."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from kvreplay.cli.common import JsonOption, SeedOption, SetOption
+from kvreplay.cli.common import JsonOption, SeedOption, SetOption, chosen
 from kvreplay.cli.import_ import print_written
 
 _LOAD = "Load"
@@ -21,7 +21,7 @@ def synth(
         int, typer.Option(metavar="N", help="Requests in all, later turns included.", rich_help_panel=_LOAD)
     ] = 200,
     arrivals: Annotated[
-        Literal["constant", "poisson", "bursty"],
+        str,
         typer.Option(
             metavar="constant|poisson|bursty",
             help="Gaps between sessions: equal, exponential, or gamma.",
@@ -111,7 +111,7 @@ def synth(
     options = SynthOptions(
         requests=requests,
         seed=seed,
-        arrivals=ArrivalProcess(arrivals),
+        arrivals=ArrivalProcess(chosen("--arrivals", arrivals, list(ArrivalProcess))),
         rate=rate,
         burstiness=burstiness,
         prompt=parse_lengths("--prompt", prompt),

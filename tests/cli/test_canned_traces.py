@@ -56,7 +56,7 @@ def test_every_trace_has_its_command_and_a_row_in_the_table() -> None:
 def test_its_command_makes_the_same_file(name: str, tmp_path: Path) -> None:
     made, kept = make(name, tmp_path), FOLDER / f"{name}.parquet"
     if pq.read_metadata(made).created_by == pq.read_metadata(kept).created_by:
-        assert made.read_bytes() == kept.read_bytes()
+        assert made.read_bytes() == kept.read_bytes(), "make them again: python -m tests.cli.test_canned_traces"
     else:  # another Arrow may lay the same rows out in other bytes
         assert pq.read_table(made).equals(pq.read_table(kept), check_metadata=True)
 
