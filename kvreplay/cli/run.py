@@ -114,6 +114,8 @@ def run(
     result = run_trace(options, opened, bar)
     for warning in result.warnings:
         print_warning(warning)
+    if baseline and not faults:
+        print_warning("--baseline: there are no faults whose cost could be shown")
     show(result.summary.with_wall_seconds(perf_counter() - started_s), as_json=as_json)
     raise typer.Exit(result.summary.exit_status)
 
