@@ -27,3 +27,28 @@ def grown(cells: NDArray[np.int32], key: int) -> NDArray[np.int32]:
     longer = lazy_zeros(max(key + 1, 2 * len(cells)))
     longer[: len(cells)] = cells
     return longer
+
+
+class Marks:
+    """A set of numbers from 0 on, forgotten as a whole when the next one comes. `size`: how far they go, roughly."""
+
+    def __init__(self, size: int = 1024) -> None:
+        self._cells = lazy_zeros(size)
+        self._mark = 0
+
+    def fill(self, numbers: NDArray[np.int64]) -> None:
+        self._mark += 1
+        try:
+            self._cells[numbers] = self._mark
+        except IndexError:
+            self._cells = grown(self._cells, int(numbers.max()))
+            self._cells[numbers] = self._mark
+
+    def holds(self, numbers: NDArray[np.int64]) -> Mask:
+        try:
+            marks = self._cells[numbers]
+        except IndexError:
+            self._cells = grown(self._cells, int(numbers.max()))
+            marks = self._cells[numbers]
+        held: Mask = marks == self._mark
+        return held

@@ -12,6 +12,8 @@ _COPY_BYTES_PER_S: Final = 40_000_000_000
 """PCIe 5.0 x16 carries 64 GB/s each way; what copies of a megabyte get of it is our assumption, two thirds. vLLM's blog
 of 2026-01-08 on the connector compares ways to copy, and why the unit is a block of all layers."""
 
+_MEMORY_PAGE: Final = 4096
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadingConfig:
@@ -88,10 +90,12 @@ class OffloadingConfig:
         return self.block_size // block_sizes[0]
 
     def num_chunks(self, groups: Sequence[OffloadGroup], num_ranks: int) -> int:
-        """How many chunks fit. A slot takes one of any group, and every rank keeps its part of it."""
+        """How many chunks fit. A slot takes one of any group in whole pages of memory, and each rank's part of it."""
         largest = max(group.bytes_per_block for group in groups)
-        assert largest > 0, groups
-        return self.cpu_bytes_to_use // (largest * num_ranks * groups[0].blocks_per_chunk)
+        if largest <= 0:
+            raise ConfigError("model.groups: bytes_per_token or state_bytes is needed to turn CPU memory into chunks")
+        slot_bytes = largest * num_ranks * groups[0].blocks_per_chunk
+        return self.cpu_bytes_to_use // (-(-slot_bytes // _MEMORY_PAGE) * _MEMORY_PAGE)
 
     def sync_load_budget(self, groups: Sequence[OffloadGroup]) -> int:
         """Tokens that a step may load and wait for. Windows and states are overestimated, as vLLM does."""

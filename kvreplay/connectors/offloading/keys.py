@@ -8,7 +8,7 @@ integer of the same meaning: `block key * num_groups + group`.
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreplay.connectors.offloading.arrays import Keys, Mask, grown, lazy_zeros
+from kvreplay.connectors.offloading.arrays import Keys, Marks, Mask, grown, lazy_zeros
 from kvreplay.kv.content import KeyArray
 
 
@@ -23,8 +23,7 @@ class KeySpace:
         self.num_groups = num_groups
         self.num_keys = max(num_block_keys * num_groups, 1024)
         self._positions = lazy_zeros(self.num_keys)
-        self._marks = lazy_zeros(self.num_keys)
-        self._last_mark = 0
+        self._marks = Marks(self.num_keys)
 
     def make(self, block_keys: KeyArray, group: int, ends: NDArray[np.int64]) -> Keys:
         """The keys of the prefixes whose last hash blocks are `block_keys`; `ends`: their tokens."""
@@ -53,15 +52,8 @@ class KeySpace:
         """Which of `keys` are not in `others`."""
         if not len(keys) or not len(others):
             return np.ones(len(keys), np.bool_)
-        self._last_mark += 1
-        try:
-            self._marks[others] = self._last_mark
-            missing: Mask = self._marks[keys] != self._last_mark
-        except IndexError:
-            self._marks = grown(self._marks, int(max(keys.max(), others.max())))
-            self._marks[others] = self._last_mark
-            missing = self._marks[keys] != self._last_mark
-        return missing
+        self._marks.fill(others)
+        return ~self._marks.holds(keys)
 
     def in_prefix_order(self, keys: Keys) -> Keys:
         """Head to tail over all groups, ties by group. Keys without a position keep their place within the group."""

@@ -34,6 +34,8 @@ class MirroredTable:
 
     def extend(self, block_ids: BlockIds | Sequence[int]) -> None:
         end = self._num_blocks + len(block_ids)
+        if end == self._num_blocks:
+            return
         if end > len(self._cells):
             longer = np.zeros(max(end, 2 * len(self._cells)), np.int64)
             longer[: self._num_blocks] = self.ids
@@ -113,16 +115,27 @@ class RequestState:
         """The manager has been told of its end."""
         self.settled_tokens = -1
         """So many storable tokens have been dealt with; with no more there is nothing to offer."""
+        self.storable_prompt_tokens = request.num_prompt_tokens
+        if self.max_offload_tokens is not None:
+            self.storable_prompt_tokens = min(self.storable_prompt_tokens, self.max_offload_tokens)
         self.admitted_tables: BlocksOfGroups = ()
         """What it held when it last got blocks."""
         self.deferred_since_ns: int | None = None
         """Since when its lookup has been undecided."""
         self._space = space
         self._tokens_per_hash = layout.tokens_per_hash
+        self._noticed = range(0)
+        """Lengths of the request at which it has the chunks that have been noticed."""
 
     def notice_keys(self) -> None:
+        """Take in the chunks that have become complete since the last time."""
+        if self.request.num_tokens in self._noticed:
+            return
         for index, state in enumerate(self.groups):
             state.notice_keys(index, self.request, self._space, self._tokens_per_hash)
+        starts = [state.num_keys * state.group.tokens_per_chunk for state in self.groups]
+        ends = [start + state.group.tokens_per_chunk for start, state in zip(starts, self.groups, strict=True)]
+        self._noticed = range(max(starts), min(ends))
 
     def boundary_key(self, index: int, boundary: int) -> int:
         """The key of the prefix that ends at `boundary`, which need not be the end of a chunk."""

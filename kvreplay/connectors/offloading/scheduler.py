@@ -5,6 +5,7 @@ from collections.abc import Set as AbstractSet
 
 import numpy as np
 
+from kvreplay.connectors.offloading.arrays import Marks
 from kvreplay.connectors.offloading.behaviour import VLLM_0_33, OffloadBehaviour
 from kvreplay.connectors.offloading.context import context_of
 from kvreplay.connectors.offloading.handoffs import HandoffStores
@@ -17,6 +18,7 @@ from kvreplay.connectors.offloading.manager import OffloadingManager
 from kvreplay.connectors.offloading.request_state import GroupState, RequestState
 from kvreplay.connectors.offloading.stores import StoreBuilder
 from kvreplay.connectors.offloading.structs import (
+    Handoff,
     OffloadingConnectorMetadata,
     OffloadingOutput,
     OffloadStep,
@@ -24,7 +26,7 @@ from kvreplay.connectors.offloading.structs import (
     TransferJob,
 )
 from kvreplay.engine.connector import KVConnectorOutput, RequestBlocks
-from kvreplay.engine.output import SchedulerOutput
+from kvreplay.engine.output import SchedulerOutput, Share
 from kvreplay.engine.request import Request
 from kvreplay.errors import EngineFatal
 from kvreplay.kv.block_pool import BlockIds
@@ -75,6 +77,7 @@ class OffloadingScheduler:
         self._now_ns = now_ns if behaviour.pending_lookup == "bound" else None
         self._wake_at = wake_at
         self._lookup_timeout_ns = lookup_timeout_ns
+        self._given_now = Marks()
         self._owes_stores = False
         """The workers have kept stores for the next step."""
 
@@ -161,7 +164,14 @@ class OffloadingScheduler:
 
     def build_connector_meta(self, out: SchedulerOutput) -> OffloadingConnectorMetadata | None:
         """Once per schedule(), with what that has decided. None: the workers need not hear of this step."""
-        return self.build_meta(step_of(out))
+        return self.build_meta(step_of(out, is_of_interest=self._is_of_interest))
+
+    def _is_of_interest(self, share: Share) -> bool:
+        """Whether anything follows from a share: blocks that it got, or something to offer."""
+        if share.admitted or any(len(block_ids) for block_ids in share.new_blocks):
+            return True
+        state = self.states[share.request.request_id]
+        return not self.stores.is_settled(state)
 
     def build_meta(self, step: OffloadStep) -> OffloadingConnectorMetadata | None:
         """Orders for the workers; what was gathered in this step is spent."""
@@ -203,8 +213,10 @@ class OffloadingScheduler:
                     self._allocated += [blocks[group.group_id] for group in self.layout.groups]
         if step.copied_to:
             self._allocated.append(step.copied_to)
-        if self.layout.windowed and self._allocated:
-            self._forget_stale_ids(lengths_before)
+        if self.layout.windowed:
+            allocated = self.allocated_ids
+            if len(allocated):
+                self._forget_stale_ids(allocated, lengths_before)
 
     @property
     def allocated_ids(self) -> BlockIds:
@@ -221,9 +233,9 @@ class OffloadingScheduler:
             allocated.update(listed(block_ids))
         return allocated
 
-    def _forget_stale_ids(self, lengths_before: dict[str, tuple[int, ...]]) -> None:
+    def _forget_stale_ids(self, allocated: BlockIds, lengths_before: dict[str, tuple[int, ...]]) -> None:
         """A block that has left a window may have been given to someone else: its old place is nobody's now."""
-        allocated = self.allocated_ids
+        self._given_now.fill(allocated)
         for req_id, state in self.states.items():
             lengths = lengths_before.get(req_id)
             for index in self.layout.windowed:
@@ -232,7 +244,7 @@ class OffloadingScheduler:
                 start = self._first_watched(group_state)
                 if start < end:
                     ids = group_state.table.ids[start:end]
-                    ids[np.isin(ids, allocated)] = 0
+                    ids[self._given_now.holds(ids)] = 0
 
     def _first_watched(self, group_state: GroupState) -> int:
         if self._forgets_all_stale:
@@ -388,8 +400,11 @@ class OffloadingScheduler:
         return True
 
 
-def step_of(out: SchedulerOutput) -> OffloadStep:
-    """An engine's step. Requests in lockstep are not shown: there is nothing to store of them."""
+def step_of(out: SchedulerOutput, is_of_interest: Callable[[Share], bool] | None = None) -> OffloadStep:
+    """An engine's step. Requests in lockstep are not shown: there is nothing to store of them.
+
+    `is_of_interest`: of requests that hand over no state, only these shares are shown.
+    """
     return OffloadStep(
         requests=[
             StepRequest(
@@ -398,11 +413,17 @@ def step_of(out: SchedulerOutput) -> OffloadStep:
                 share.num_tokens,
                 None if share.admitted else share.new_blocks,
                 is_full_table=share.admitted,
+                shared_prefix_boundary=share.request.shared_prefix_boundary,
             )
             for share in out.shares
+            if is_of_interest is None or is_of_interest(share) or share.request.request_id in out.boundary_states
         ],
         preempted=out.preempted,
         finished=out.finished_req_ids,
+        copied_to=[destination for _, destination in out.block_copies],
+        handoffs={
+            request_id: [Handoff(*state) for state in states] for request_id, states in out.boundary_states.items()
+        },
         has_forward=out.total_num_scheduled_tokens > 0,
     )
 

@@ -86,9 +86,7 @@ class StoreBuilder:
 
     def is_settled(self, state: RequestState) -> bool:
         """Whether there will be nothing more to offer before the request ends."""
-        return self._layout.offload_prompt_only and state.settled_tokens == self.storable_tokens(
-            state, state.request.num_prompt_tokens
-        )
+        return self._layout.offload_prompt_only and state.settled_tokens == state.storable_prompt_tokens
 
     def build(self, state: RequestState, share: StepRequest) -> TransferJob | None:
         """Offer what is complete at the end of this share; the copy of what was accepted."""
@@ -143,7 +141,7 @@ class StoreBuilder:
         has_ended = state.request.status.is_finished
         end = self._storable_chunks(state, group_state, num_tokens)
         start = group_state.next_stored_chunk_idx
-        prompt_horizon = self.storable_tokens(state, state.request.num_prompt_tokens) // group.tokens_per_chunk
+        prompt_horizon = state.storable_prompt_tokens // group.tokens_per_chunk
         segment = self._segment_blocks(group)
         reconsiders = has_ended and end != prompt_horizon and segment is not None
         if reconsiders:
