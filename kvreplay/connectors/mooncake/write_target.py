@@ -136,11 +136,13 @@ def _is_good(sent: Contents, delivered: Contents, hits: Sequence[Damage]) -> NDA
 
 
 def _damages(corruptions: Sequence[Corruption], data: WriteData) -> dict[int, list[Damage]]:
-    """The corruptions by segment, which its identity names. One without a block is drawn from all of the write."""
+    """The corruptions by segment, which its identity names. One without a block is drawn from all of the write.
+
+    A block that another fault has cut off the write is not there to be changed.
+    """
     damages: dict[int, list[Damage]] = {}
     for corruption in corruptions:
-        block = corruption.draw if corruption.block is None else corruption.block
-        block %= max(data.num_blocks, 1)
+        block = corruption.draw % max(data.num_blocks, 1) if corruption.block is None else corruption.block
         for segment in data.segments:
             if block < len(segment.block_ids):
                 damages.setdefault(id(segment), []).append(Damage(block, corruption))
