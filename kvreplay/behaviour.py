@@ -255,9 +255,7 @@ class Behaviour:
         if switch is None:
             raise ConfigError(f"--behaviour {assignment}: no switch {name!r}{nearest(name, SWITCHES)}")
         if value not in switch.values:
-            raise ConfigError(
-                f"--behaviour {assignment}: {name} is one of {', '.join(switch.values)}, not {value!r}"
-            )
+            raise ConfigError(f"--behaviour {assignment}: {name} is one of {', '.join(switch.values)}, not {value!r}")
         return Behaviour(self.profile, {**self.switches, name: value})
 
 

@@ -20,17 +20,19 @@ from kvreplay.kv.specs import FULL, SLIDING_WINDOW, KVCacheGroupSpec
 
 
 class CountingSampler:
-    """Tokens 1000, 1001, ...: the n-th that anybody samples."""
+    """Tokens 1000, 1001, ...: the n-th that anybody samples. `grows`: contents know only what was sampled."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, grows: bool = True) -> None:
         self.num_sampled = 0
+        self.grows = grows
 
     def sample(self, request: Request, position: int) -> int:
         token = 1000 + self.num_sampled
         self.num_sampled += 1
         content = request.content
         assert isinstance(content, TokenContent)
-        content.append(token)
+        if self.grows:
+            content.append(token)
         return token
 
     def output_hash(self, request: Request) -> int:
@@ -77,11 +79,13 @@ class Bench:
         self.connector = (
             ScriptedConnector(_Default(self._scripts), {}) if scripts is not None or has_connector else None
         )
+        # In lockstep an output is known ahead, as a replay's is.
+        self._sampler = CountingSampler(grows=not use_lockstep)
         self.scheduler = kind(
             config,
             self.kv,
             self.connector,
-            CountingSampler(),
+            self._sampler,
             self.log,
             recompute_load_failures=recompute,
             failure_rules=failure_rules,
@@ -110,9 +114,13 @@ class Bench:
         stop: tuple[int, ...] = (),
     ) -> Request:
         tokens = [hash_free(request_id) + place for place in range(prompt)] if isinstance(prompt, int) else list(prompt)
+        content = self.index.content(tokens)
+        if not self._sampler.grows:
+            for token in range(max_tokens):
+                content.append(1000 + token)
         return Request(
             request_id,
-            self.index.content(tokens),
+            content,
             num_prompt_tokens=len(tokens),
             max_tokens=max_tokens,
             stop_token_ids=stop,
