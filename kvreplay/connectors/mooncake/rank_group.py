@@ -53,7 +53,7 @@ class RankGroup:
     """One worker per rank, the first of which starts a producer's bootstrap server, and their aggregator.
 
     A rank's report is a message that a fault can lose, double or delay. With `acknowledges`, the switch rank_reports,
-    each counts once, a lost one is sent again, and none counts before its rank is done with the request.
+    each counts once and in its order, a lost one is sent again, and none counts but the rank's own.
     """
 
     def __init__(
@@ -67,6 +67,9 @@ class RankGroup:
         self._instance = workers[0].identity.instance
         self._aggregator = KVOutputAggregator(len(workers))
         self._numbers = [0] * len(workers)
+        self._num_taken = [0] * len(workers)
+        self._early: list[dict[int, RankReport]] = [{} for _ in workers]
+        """Reports that wait for an earlier one of their rank."""
         self._arrived: list[RankReport] = []
         self._unacknowledged: dict[tuple[int, int], RankReport] = {}
         self._retries = 0
@@ -144,16 +147,26 @@ class RankGroup:
         report: RankReport = envelope.payload
         if self._is_dead:
             return
-        if self._acknowledges:
-            if self._unacknowledged.get((report.rank, report.number)) is not report:
-                return  # counted before, or not this rank's word
-            del self._unacknowledged[report.rank, report.number]
-            if not self._unacknowledged:
-                self._bus.loop.cancel(self._retry)
-                self._retry = None
-        self._arrived.append(report)
-        if not self._is_collecting:
+        if not self._acknowledges:
+            self._arrived.append(report)
+        elif self._unacknowledged.get((report.rank, report.number)) is report:
+            self._acknowledge(report)
+        else:
+            return  # counted before, or not this rank's word
+        if self._arrived and not self._is_collecting:
             self._on_report()
+
+    def _acknowledge(self, report: RankReport) -> None:
+        """Take it once those before it are there: a completion must not overtake its failure."""
+        del self._unacknowledged[report.rank, report.number]
+        if not self._unacknowledged:
+            self._bus.loop.cancel(self._retry)
+            self._retry = None
+        early = self._early[report.rank]
+        early[report.number] = report
+        while (due := early.pop(self._num_taken[report.rank] + 1, None)) is not None:
+            self._num_taken[report.rank] += 1
+            self._arrived.append(due)
 
 
 def start_workers(

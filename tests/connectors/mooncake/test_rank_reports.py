@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from kvreplay.behaviour import Behaviour
-from kvreplay.connectors.mooncake.rank_group import RankReport
+from kvreplay.connectors.mooncake.rank_group import RankGroup, RankReport
+from kvreplay.engine.connector import KVConnectorOutput
 from kvreplay.ids import NS_PER_S
 from kvreplay.sim.envelope import RANK_REPORT, Delivery, Envelope
 from tests.connectors.mooncake.engines import Engines
@@ -118,6 +119,26 @@ class TestFaulted:
         engines.wire.intercept = late  # type: ignore[method-assign]
         engines.run()
         assert engines.d.reports_at == [7 * NS_PER_S]
+
+    @pytest.mark.parametrize(("switches", "order"), [(behaviour(), ["done", "bad"]), (ACKNOWLEDGED, ["bad", "done"])])
+    def test_a_completion_that_overtakes_its_failure(self, switches: Behaviour, order: list[str]) -> None:
+        """Ideally it waits: wrong blocks would be taken for right ones."""
+        engines = Engines((1, 1), (2, 1), switches=switches)
+        engines.wire.kinds = ALL_KINDS | {RANK_REPORT}
+        engines.wire.delays_s[RANK_REPORT] = [7, 0, 0, 0]
+        group = engines.d.workers
+        assert isinstance(group, RankGroup)
+        done = KVConnectorOutput(finished_recving=["d1"])
+        for rank, output in ((0, KVConnectorOutput(invalid_block_ids=[4])), (0, done), (1, done)):
+            group._send(group._next_report(rank, output))
+        engines.run()
+        said = [
+            word
+            for report in engines.d.reports
+            for word, ids in (("bad", report.invalid_block_ids), ("done", report.finished_recving))
+            if ids
+        ]
+        assert said == order
 
     def test_a_dead_engine_hears_nothing(self) -> None:
         engines = pulled(Engines((1, 1), (2, 1), switches=ACKNOWLEDGED))
