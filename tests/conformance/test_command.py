@@ -127,8 +127,6 @@ def test_each_oracle_has_its_line(command: Command, write: Write) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"workload": {"offload": {}}}, "offloading connector"),
-        ({"kind": "cpu_manager", "workload": None}, "offloading connector"),
         (
             {"workload": None, "scenario": {"do": [], "P": {"async_scheduling": True}}, "events": [], "final": {}},
             "async_scheduling",

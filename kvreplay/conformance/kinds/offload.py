@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvreplay.conformance.compare import Difference
-from kvreplay.conformance.vector import UnsupportedVectorError, Vector
+from kvreplay.conformance.vector import Vector
 
 _KINDS_WITHOUT_SCHEDULER: Final = ("cpu_manager", "offload_calls")
 
@@ -18,4 +18,6 @@ class OffloadVectors:
         return with_scheduler or vector.document.get("kind") in _KINDS_WITHOUT_SCHEDULER
 
     def replay(self, vector: Vector) -> Sequence[Difference]:
-        raise UnsupportedVectorError("offloading connector")
+        from kvreplay.conformance.offload_replay import replay_offload
+
+        return replay_offload(vector.document)
