@@ -37,13 +37,19 @@ class _Copy:
     job: TransferJob
     queue: str
     start_ns: int
-    end_ns: int
+    duration_ns: int
+    """FOREVER_NS: it never ends."""
     escapes_waits: bool = False
     corruptions: Sequence[Corruption] = ()
     has_moved: bool = False
     is_good: bool = True
     result: CopyResult | None = None
     deadlines: list[Deadline] = field(default_factory=list)
+
+    @property
+    def end_ns(self) -> int:
+        """FOREVER_NS also if one before it never ends."""
+        return min(self.start_ns + self.duration_ns, FOREVER_NS)
 
 
 class CopyQueues:
@@ -104,7 +110,7 @@ class CopyQueues:
         """Append a copy. `not_before_ns`: when the compute stream is done with what has been launched."""
         copies = self._queues[queue]
         start_ns = max(self.now_ns, not_before_ns, copies[-1].end_ns if copies else 0)
-        copy = _Copy(job, queue, start_ns, start_ns + self._duration_ns(queue, job), escapes_waits)
+        copy = _Copy(job, queue, start_ns, self._duration_ns(queue, job), escapes_waits)
         copies.append(copy)
         self._copies[job.job_id] = copy
         self._schedule(copy)
@@ -112,7 +118,7 @@ class CopyQueues:
     def prolong(self, job_id: int, extra_ns: int) -> None:
         """The last one submitted to its queue takes longer than it should; FOREVER_NS: it never ends."""
         copy = self._copies[job_id]
-        copy.end_ns = min(copy.end_ns + extra_ns, FOREVER_NS)
+        copy.duration_ns = min(copy.duration_ns + extra_ns, FOREVER_NS)
         self._cancel(copy)
         self._schedule(copy)
 
@@ -127,21 +133,27 @@ class CopyQueues:
         until_ns = self.now_ns
         for copies in self._queues.values():
             awaited = [index for index, copy in enumerate(copies) if copy.job.job_id in job_ids and not copy.result]
+            free_ns = self.now_ns
             for copy in list(copies)[: awaited[-1] + 1] if awaited else ():
-                until_ns = max(until_ns, self._bring_to_end(copy))
+                free_ns = max(free_ns, self._bring_to_end(copy, free_ns))
+            until_ns = max(until_ns, free_ns)
         return until_ns
 
-    def _bring_to_end(self, copy: _Copy) -> int:
-        """When it is over, for whoever waits. One that takes too long is not waited for beyond its limit."""
+    def _bring_to_end(self, copy: _Copy, free_ns: int) -> int:
+        """When it is over, for whoever waits. `free_ns`: when the one before it is, or is given up."""
         if copy.escapes_waits:
             if self._timeout_ns is not None and not copy.has_moved:
                 self._give_up(copy, "not read before its blocks were given away")
             return self.now_ns
-        if copy.end_ns == FOREVER_NS and self._timeout_ns is not None:
-            return copy.start_ns + self._timeout_ns
         if copy.end_ns < FOREVER_NS:
             self._move_words(copy)
-        return copy.end_ns
+            return copy.end_ns
+        if self._timeout_ns is None:
+            return FOREVER_NS
+        if copy.duration_ns == FOREVER_NS:
+            return min(copy.start_ns, free_ns) + self._timeout_ns + self._duration_ns(copy.queue, copy.job)
+        self._move_words(copy)
+        return free_ns + copy.duration_ns
 
     def take_finished(self) -> list[CopyResult]:
         finished: list[CopyResult] = []
@@ -164,9 +176,13 @@ class CopyQueues:
         copy.deadlines = []
         if copy.end_ns < FOREVER_NS:
             copy.deadlines.append(self._deadlines.at(copy.end_ns, self._on_end, copy))
-        if self._timeout_ns is not None:
-            limit_ns = copy.start_ns + self._timeout_ns + self._duration_ns(copy.queue, copy.job)
-            copy.deadlines.append(self._deadlines.at(limit_ns, self._on_timeout, copy))
+        if self._timeout_ns is not None and copy.start_ns < FOREVER_NS:
+            copy.deadlines.append(self._deadlines.at(self._limit_ns(copy), self._on_timeout, copy))
+
+    def _limit_ns(self, copy: _Copy) -> int:
+        """When it is given up."""
+        assert self._timeout_ns is not None
+        return min(copy.start_ns + self._timeout_ns + self._duration_ns(copy.queue, copy.job), FOREVER_NS)
 
     def _on_end(self, copy: _Copy, now_ns: int) -> None:
         self._move_words(copy)
@@ -206,11 +222,9 @@ class CopyQueues:
         """Those behind one that has been given up start now, one after another."""
         previous_ns = now_ns
         for copy in self._queues[queue]:
-            if copy.result is None and not copy.has_moved and copy.end_ns > now_ns:
-                duration_ns = copy.end_ns - copy.start_ns if copy.end_ns < FOREVER_NS else FOREVER_NS
+            if copy.result is None and copy.end_ns > now_ns:
                 self._cancel(copy)
                 copy.start_ns = previous_ns
-                copy.end_ns = min(previous_ns + duration_ns, FOREVER_NS)
                 previous_ns = copy.end_ns
                 self._schedule(copy)
 

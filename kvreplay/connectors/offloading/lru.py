@@ -20,7 +20,7 @@ from kvreplay.connectors.offloading.chunks import UNUSED, ChunkTable
 from kvreplay.connectors.offloading.context import RequestContext
 from kvreplay.connectors.offloading.keys import KeySpace
 
-_GROUP_BITS: Final = 4
+_GROUP_BITS: Final = 6
 _POSITION_BITS: Final = 26
 _MAX_POSITION: Final = (1 << _POSITION_BITS) - 1
 _RANK_SHIFT: Final = _GROUP_BITS + _POSITION_BITS

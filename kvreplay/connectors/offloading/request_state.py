@@ -162,9 +162,9 @@ class RequestState:
             state.table.extend(new_blocks[state.group.group_id])
 
     def catch_up(self, tables: BlocksOfGroups) -> None:
-        """Take in blocks that it got while it was not shown; only where nothing leaves a table."""
+        """Take in blocks that it got while it ran without being shown; only where nothing leaves a table."""
         for state in self.groups:
-            if not state.group.is_windowed:
+            if len(state.table) and not state.group.is_windowed:
                 table = tables[state.group.group_id]
                 state.table.extend(table[len(state.table) :])
 
