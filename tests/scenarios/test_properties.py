@@ -1,5 +1,6 @@
 """What must hold in any small cluster under any faults: things end, blocks come back, runs repeat."""
 
+from dataclasses import replace
 from typing import Final
 
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from kvreplay.ids import NS_PER_MS
 from kvreplay.replay.sampler import expected_output_hash
 from tests.scenarios.random_worlds import ENGINE_FAULTS, World, pair_configs, workloads, worlds
 from tests.scenarios.random_worlds import MESSAGE_FAULTS as KNOWN_FAULTS
-from tests.scenarios.stage import LINK_MS, Play
+from tests.scenarios.stage import LINK_MS, Play, role
 
 EVERY_PROFILE: Final = ("vllm-0.33", "pre-50984", "post-50984", "ideal")
 
@@ -136,7 +137,9 @@ def test_ideal_violates_nothing_under_any_mix_of_faults(world: World) -> None:
 @settings(max_examples=80, deadline=None)
 @given(clusters(behaviours=("vllm-0.33",), faults=NAMING_FAULTS))
 def test_under_fail_only_the_faulted_fail_and_under_recompute_nobody_does(world: World) -> None:
-    played = world.play()
+    """Where there is room for all: else who waits behind a faulted load's blocks may find its own prefill expired."""
+    ample = role(num_gpu_blocks=400, max_num_seqs=16)
+    played = replace(world, config=replace(world.config, roles=dict.fromkeys(world.config.roles, ample))).play()
     if crashed(played):
         return
     failed = {event.request_id for event in played.of("request.failed")}
