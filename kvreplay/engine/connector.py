@@ -7,9 +7,12 @@ and `KVConnectorOutput` (workers → scheduler, every step).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvreplay.engine.request import Request
+
+if TYPE_CHECKING:
+    from kvreplay.engine.output import SchedulerOutput
 
 
 @dataclass(slots=True)
@@ -44,6 +47,16 @@ class SchedulerConnector(Protocol):
     """`get_num_new_matched_tokens` answers the same until something is delivered to this instance, so that the
     scheduler may skip asking again while nothing has changed."""
 
+    @property
+    def lookup_version(self) -> int:
+        """Grows whenever a lookup may be answered otherwise than before though nothing was delivered."""
+        ...
+
+    @property
+    def needs_every_step(self) -> bool:
+        """Steps must not be skipped, and each block that a step gives out must be told."""
+        ...
+
     def on_new_request(self, request: Request) -> None: ...
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -60,8 +73,19 @@ class SchedulerConnector(Protocol):
         """
         ...
 
-    def build_connector_meta(self) -> Any:  # noqa: ANN401 - opaque to the engine
-        """The step's metadata for the workers, or None if there is nothing to say. Exactly once per schedule()."""
+    def needs_share(self, request_id: str) -> bool:
+        """Whether the request must be shown in each of its steps, also while it only decodes."""
+        ...
+
+    def note_allocated(self, block_ids: Sequence[int]) -> None:
+        """Blocks given out in this step to requests that have no share in it."""
+        ...
+
+    def build_connector_meta(self, out: "SchedulerOutput") -> Any:  # noqa: ANN401 - opaque to the engine
+        """The step's metadata for the workers, or None if there is nothing to say.
+
+        Exactly once per schedule(), before its shares count as computed.
+        """
         ...
 
     def request_finished(self, request: Request, blocks: RequestBlocks) -> bool:
@@ -73,6 +97,10 @@ class SchedulerConnector(Protocol):
 
     def update_connector_output(self, output: KVConnectorOutput) -> None: ...
 
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must keep stepping although it has no request."""
+        ...
+
     def has_pending_block_frees(self) -> bool:
         """Some transfer will give blocks back soon: the scheduler then does not preempt."""
         ...
@@ -80,11 +108,35 @@ class SchedulerConnector(Protocol):
     def reset_cache(self) -> bool: ...
 
 
+class PlainSchedulerHalf:
+    """What a connector answers that has no say in how the engine steps (vLLM: KVConnectorBase_V1's defaults)."""
+
+    lookup_version = 0
+    needs_every_step = False
+
+    def needs_share(self, request_id: str) -> bool:
+        return False
+
+    def note_allocated(self, block_ids: Sequence[int]) -> None: ...
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None: ...
+
+    def has_pending_push_work(self) -> bool:
+        return False
+
+    def has_pending_block_frees(self) -> bool:
+        return False
+
+
 class WorkerConnector(Protocol):
     """One rank's half. It acts on its own between steps, when messages and timers reach it."""
 
-    def start_load_kv(self, metadata: Any) -> None:  # noqa: ANN401
-        """Start what the scheduler's half asked for in this step; `metadata` as its half built it (not None)."""
+    def start_load_kv(self, metadata: Any, compute_until_ns: int) -> int:  # noqa: ANN401
+        """Start what the scheduler's half asked for in this step; `metadata` as its half built it (not None).
+
+        `compute_until_ns`: when the step's forward pass is over if nothing delays it. Returns until when the connector
+        holds up the step: an instant that is past if it does not, FOREVER_NS for good.
+        """
         ...
 
     def get_finished(self, finished_req_ids: Sequence[str]) -> KVConnectorOutput | None:

@@ -21,7 +21,7 @@ from kvreplay.engine.worker import LateWrite, WorkerModel, WrongBlock
 from kvreplay.errors import EngineFatal
 from kvreplay.events import DETAIL_STEPS, Event
 from kvreplay.ids import NS_PER_MS
-from kvreplay.sim.event_loop import EventLoop, Timer
+from kvreplay.sim.event_loop import FOREVER_NS, EventLoop, Timer
 
 POLL_NS = NS_PER_MS
 """The real loop sleeps this long after a step without tokens."""
@@ -243,15 +243,21 @@ class Instance:
             return
         out = scheduler.schedule()
         self._in_flight = out  # a report that comes of the work itself must not wake whoever is awake
-        self._start_work(out)
-        if not out.total_num_scheduled_tokens:
+        duration_ns = 0
+        if out.total_num_scheduled_tokens:
+            duration_ns = self._timing.step_ns(out.num_prefill_tokens, out.num_decodes, out.num_kv_tokens)
+        held_up_ns = self._start_work(out, duration_ns)
+        if held_up_ns >= FOREVER_NS:
+            return  # for good: it waits for a copy that never ends
+        if not out.total_num_scheduled_tokens and not held_up_ns:
             progress = out.made_progress
             progress |= self._end_step(out)
             self._in_flight = None
             self._after_empty_step(progress=progress)
             return
-        duration_ns = self._timing.step_ns(out.num_prefill_tokens, out.num_decodes, out.num_kv_tokens)
-        self._note_step(out, duration_ns)
+        duration_ns += held_up_ns
+        if out.total_num_scheduled_tokens:
+            self._note_step(out, duration_ns)
         self._set_timer(self._loop.now_ns + duration_ns, self._finish_step)
 
     @property
@@ -284,12 +290,17 @@ class Instance:
                 if self.on_finished is not None:
                     self.on_finished(request)
 
-    def _start_work(self, out: SchedulerOutput) -> None:
-        """Connector work starts with the step; what its shares compute is written at once."""
+    def _start_work(self, out: SchedulerOutput, duration_ns: int) -> int:
+        """Connector work starts with the step; what its shares compute is written at once. Returns how long the
+        connector holds up the step; FOREVER_NS or more: for good."""
+        held_up_ns = 0
         if self._workers is not None and out.kv_connector_metadata is not None:
-            self._workers.start_load_kv(out.kv_connector_metadata)
+            now = self._loop.now_ns
+            until_ns = self._workers.start_load_kv(out.kv_connector_metadata, now + duration_ns)
+            held_up_ns = FOREVER_NS if until_ns >= FOREVER_NS else max(0, until_ns - now)
         if self._model is not None:
             self._model.execute(out)
+        return held_up_ns
 
     def _note_step(self, out: SchedulerOutput, duration_ns: int) -> None:
         counters = self.counters

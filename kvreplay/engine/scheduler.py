@@ -203,6 +203,7 @@ class Scheduler:
         self._misfit: _Misfit | None = None
         self._ready_holding: dict[str, None] = {}
         """Requests in `kv_holding_waiting` that are not parked: their load is over, and they did not fit yet."""
+        self._lookup_version = -1
         self._may_settle = (
             (connector is None or connector.lookup_is_pure)
             and config.prefill_schedule_interval == 1
@@ -233,7 +234,7 @@ class Scheduler:
         """Whether the engine keeps stepping: unfinished work, ids to announce, or blocks a connector must release."""
         if self.has_unfinished_requests or self.finished_req_ids:
             return True
-        return self.connector is not None and bool(self.requests)
+        return self.connector is not None and (bool(self.requests) or self.connector.has_pending_push_work())
 
     def add_request(self, request: Request) -> None:
         assert request.request_id not in self.requests, f"duplicate request id {request.request_id}"
@@ -258,6 +259,9 @@ class Scheduler:
         self._in_step = True
         out = SchedulerOutput(self.step, skip_drafts=self._num_lookahead_tokens > 0)
         self.kv.start_step()
+        if self.connector is not None and self.connector.lookup_version != self._lookup_version:
+            self._lookup_version = self.connector.lookup_version
+            self._scan = _Scan.UNKNOWN
         if self.lockstep and not self._lockstep_is_exact():
             self._dissolve_lockstep()
         defer_prefills = self._defers_prefills()
@@ -854,7 +858,7 @@ class Scheduler:
         if len(self.kv.groups) > 1:
             self._take_block_work(out)
         if self.connector is not None:
-            out.kv_connector_metadata = self.connector.build_connector_meta()
+            out.kv_connector_metadata = self.connector.build_connector_meta(out)
         if self.fences.enabled and out.total_num_scheduled_tokens:
             self.fences.scheduled += 1
         for share in out.shares:
@@ -1008,7 +1012,7 @@ class Scheduler:
             if was_running and (had_placeholders or self._num_spec_tokens):
                 self._cache_computed(request, request.num_computed_tokens - request.num_in_flight_tokens)
         if not request.status.is_finished:
-            if self._can_lockstep and not request.stop_token_ids:
+            if self._can_lockstep and not request.stop_token_ids and not self._must_be_shown(request):
                 self._join_lockstep(request)
             return RequestOutput(request, tokens, None)
         self._remove_from_queues(request, was_running=was_running)
@@ -1176,8 +1180,11 @@ class Scheduler:
         self.fences.free_later(np.concatenate(freed)[::-1].copy(), self.fences.scheduled)
         return freed
 
-    def reset_prefix_cache(self, *, reset_running: bool = False) -> bool:
-        """Forget all hashes; only possible while no block is in use, which `reset_running` tries to bring about."""
+    def reset_prefix_cache(self, *, reset_running: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all hashes; only possible while no block is in use, which `reset_running` tries to bring about.
+
+        `reset_connector`: what a connector has cached goes too, whether or not the hashes could be forgotten.
+        """
         if reset_running:
             self._dissolve_lockstep()
             for request in reversed(list(self.running.values())):
@@ -1192,6 +1199,8 @@ class Scheduler:
             )
         if done:
             self.log.evicted(cached, 0, "reset")
+        if reset_connector and self.connector is not None:
+            return self.connector.reset_cache() and done
         return done
 
     def preempt(self, request_id: str) -> bool:
@@ -1268,14 +1277,26 @@ class Scheduler:
             and not self._explicit
             and not self.finished_req_ids
             and not self._preempted_since
+            and not self._must_step
             and self._scan_is_futile
             and self._lockstep_is_exact()
         )
 
     @property
+    def _must_step(self) -> bool:
+        """Whether the connector has to see each step."""
+        return self.connector is not None and self.connector.needs_every_step
+
+    def _must_be_shown(self, request: Request) -> bool:
+        """Whether the connector has to see each of this request's steps."""
+        return self.connector is not None and self.connector.needs_share(request.request_id)
+
+    @property
     def has_nothing_to_do(self) -> bool:
         """Whether `schedule()` would change nothing until something comes from outside."""
-        return not self.running and not self.finished_req_ids and not self._preempted_since and self._scan_is_futile
+        if self.running or self.finished_req_ids or self._preempted_since:
+            return False
+        return self._scan_is_futile and not self._must_step
 
     @property
     def must_ask_again(self) -> bool:
@@ -1366,7 +1387,7 @@ class Scheduler:
     def _grow_all(self, members: list[Request]) -> None:
         """One more block for each of these members, whose blocks are full. There are enough."""
         tables, pool = self.kv.managers[0].tables, self.pool
-        if self.log.wants_blocks or not pool.enable_caching:
+        if self.log.wants_blocks or not pool.enable_caching or self._must_step:
             self._grow_openly(members)
             return
         is_shared = self._output_is_shared
@@ -1392,6 +1413,8 @@ class Scheduler:
                 self._cache_filled(request, table)
             block_id = self.pool.take_one()
             table.append(block_id)
+            if self.connector is not None:
+                self.connector.note_allocated([block_id])
             if self.log.wants_blocks:
                 self.log.blocks("block.allocated", request, 0, [block_id])
 

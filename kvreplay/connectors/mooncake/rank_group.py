@@ -28,7 +28,7 @@ _MAX_RETRIES: Final = 600
 class MooncakeWorkers(Protocol):
     """The worker side of one engine, of one rank or of many (`engine.connector.WorkerConnector`)."""
 
-    def start_load_kv(self, metadata: MooncakeConnectorMetadata) -> None: ...
+    def start_load_kv(self, metadata: MooncakeConnectorMetadata, compute_until_ns: int = 0) -> int: ...
     def has_report(self) -> bool: ...
     def get_finished(self, finished_req_ids: Sequence[str]) -> KVConnectorOutput | None: ...
     def failure_reason(self, request_id: str) -> str | None:
@@ -77,9 +77,8 @@ class RankGroup:
         self._is_collecting = False
         self._is_dead = False
 
-    def start_load_kv(self, metadata: MooncakeConnectorMetadata) -> None:
-        for worker in self.workers:
-            worker.start_load_kv(metadata)
+    def start_load_kv(self, metadata: MooncakeConnectorMetadata, compute_until_ns: int = 0) -> int:
+        return max(worker.start_load_kv(metadata, compute_until_ns) for worker in self.workers)
 
     def has_report(self) -> bool:
         return bool(self._arrived) or any(worker.has_report() for worker in self.workers)

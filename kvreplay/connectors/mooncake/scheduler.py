@@ -7,7 +7,7 @@ from kvreplay.behaviour import Behaviour
 from kvreplay.connectors.mooncake import log
 from kvreplay.connectors.mooncake.log import LogSink
 from kvreplay.connectors.mooncake.structs import MooncakeConnectorMetadata, PullReqMeta
-from kvreplay.engine.connector import KVConnectorOutput, RequestBlocks
+from kvreplay.engine.connector import PlainSchedulerHalf, RequestBlocks
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.errors import EngineFatal
 from kvreplay.kv.specs import MAMBA
@@ -33,7 +33,7 @@ class TransferGroup(Protocol):
         ...
 
 
-class MooncakeScheduler:
+class MooncakeScheduler(PlainSchedulerHalf):
     """One engine's. With role `kv_both` it is neither producer nor consumer only, and does both.
 
     It changes `kv_transfer_params`, as vLLM does: `do_remote_prefill` is cleared when it has been acted upon. A model
@@ -123,7 +123,7 @@ class MooncakeScheduler:
         if self._log is not None and self._log.debug:
             self._log(log.MAIN, log.DEBUG, template, *arguments)
 
-    def build_connector_meta(self) -> MooncakeConnectorMetadata | None:
+    def build_connector_meta(self, out: object = None) -> MooncakeConnectorMetadata | None:
         if not (self._reqs_need_recv or self._reqs_need_send or self._reqs_not_processed):
             return None
         metadata = MooncakeConnectorMetadata()
@@ -175,12 +175,6 @@ class MooncakeScheduler:
             return False
         self._reqs_need_send[request.request_id] = (request, self._clip(block_ids))
         return True
-
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        pass
-
-    def has_pending_block_frees(self) -> bool:
-        return False
 
     def reset_cache(self) -> bool:
         return False

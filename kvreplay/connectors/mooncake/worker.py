@@ -171,7 +171,7 @@ class MooncakeWorker:
 
     # -- what the engine calls ----------------------------------------------------------------------------
 
-    def start_load_kv(self, metadata: MooncakeConnectorMetadata) -> None:
+    def start_load_kv(self, metadata: MooncakeConnectorMetadata, compute_until_ns: int = 0) -> int:
         now_ns = self._loop.now_ns
         if self.consumer is not None and metadata.reqs_to_recv:
             self.consumer.start_load_kv(metadata.reqs_to_recv, now_ns)
@@ -179,6 +179,7 @@ class MooncakeWorker:
         if self.producer is not None and (metadata.reqs_to_send or metadata.reqs_not_processed):
             self.producer.record_send_reqs(metadata, now_ns)
             self._producer_driver.pump()
+        return now_ns  # no step waits for a pull
 
     def has_report(self) -> bool:
         return (self.consumer is not None and self.consumer.has_report) or (

@@ -199,7 +199,7 @@ class OffloadingWorkers:
 
     # -- what the engine calls --------------------------------------------------------------------------------
 
-    def start_load_kv(self, metadata: OffloadingConnectorMetadata, *, compute_until_ns: int = 0) -> int:
+    def start_load_kv(self, metadata: OffloadingConnectorMetadata, compute_until_ns: int = 0) -> int:
         """All that a step does before its forward pass: flush, start what the last step left, load.
 
         Returns until when the step is blocked; FOREVER_NS: for good. `compute_until_ns`: when the forward pass is

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvreplay.engine.connector import KVConnectorOutput, RequestBlocks
+from kvreplay.engine.connector import KVConnectorOutput, PlainSchedulerHalf, RequestBlocks
 from kvreplay.engine.request import Request, RequestStatus
 
 TOTAL = "total"
@@ -54,7 +54,7 @@ class SchedulerView(Protocol):
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]: ...
 
 
-class ScriptedConnector:
+class ScriptedConnector(PlainSchedulerHalf):
     """Scheduler side and workers in one: `step` is set by the driver before each step."""
 
     lookup_is_pure = False
@@ -122,7 +122,7 @@ class ScriptedConnector:
             if script.failed_after is not None:
                 self._later(script.failed_after, "failed", request_id)
 
-    def build_connector_meta(self) -> None:
+    def build_connector_meta(self, out: object) -> None:
         return None
 
     def request_finished(self, request: Request, blocks: RequestBlocks) -> bool:
@@ -132,11 +132,6 @@ class ScriptedConnector:
             if script.send_after is not None:
                 self._later(script.send_after, "send", request.request_id)
             return True
-        return False
-
-    def update_connector_output(self, output: KVConnectorOutput) -> None: ...
-
-    def has_pending_block_frees(self) -> bool:
         return False
 
     def reset_cache(self) -> bool:
