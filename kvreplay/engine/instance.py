@@ -200,7 +200,9 @@ class Instance:
         self._in_flight = None
         scheduler = self.scheduler
         live = [request for request in scheduler.requests.values() if not request.status.is_finished]
-        for request in [*live, *self._arrivals]:
+        # Who finished in the step that killed it never hears of that.
+        unheard = [output.request for output in scheduler.unsent if output.finish_reason is not None]
+        for request in [*unheard, *live, *self._arrivals]:
             if request.lockstep_since is not None:
                 scheduler.lockstep.leave(request, scheduler.next_output_step)
             request.status = RequestStatus.FINISHED_ERROR

@@ -72,6 +72,8 @@ class RequestOutput(NamedTuple):
     request: Request
     token_ids: list[int]
     finish_reason: str | None
+    output_hash: int = 0
+    """Of all that it has sampled, once it has finished."""
 
 
 @dataclass(slots=True)

@@ -171,6 +171,8 @@ class Scheduler:
         """A producer's request ends in a state inside a block: whether its blocks must be kept for it."""
         self.skipped: list[str] = []
         """Requests whose output of the last processed step was dropped."""
+        self.unsent: list[RequestOutput] = []
+        """Of a step in which the engine died before it could send them."""
 
         self.step = -1
         self.next_output_step = 0
@@ -944,15 +946,26 @@ class Scheduler:
             if output is not None:
                 outputs.append(output)
         self.next_output_step = out.step + 1
+        failed: list[Request] = []
         if skip and not self.recovery.recompute:
-            outputs += [
-                RequestOutput(request, [], "error")
-                for request in self.finish_requests(skip, RequestStatus.FINISHED_ERROR)
-            ]
+            failed = self.finish_requests(skip, RequestStatus.FINISHED_ERROR)
         if reports is not None:
+            self.unsent = outputs
             self._update_from_kv_xfer_finished(reports)
+            self.unsent = []
+        for output in outputs:
+            self._send(output)
         self._in_step = False
-        return outputs
+        return [*outputs, *(RequestOutput(request, [], "error") for request in failed)] if failed else outputs
+
+    def _send(self, output: RequestOutput) -> None:
+        """The step is over without the engine having died of it: its outputs get out."""
+        request = output.request
+        if request.first_token_ns is None:
+            request.first_token_ns = self.log.now_ns
+            self.log.first_token(request)
+        if output.finish_reason is not None:
+            self.log.finished(request, output.finish_reason, output.output_hash)
 
     def _pass_fence(self) -> None:
         """A step has been processed: what waited for it may go on."""
@@ -1016,10 +1029,9 @@ class Scheduler:
                 self._join_lockstep(request)
             return RequestOutput(request, tokens, None)
         self._remove_from_queues(request, was_running=was_running)
-        reason = _FINISH_REASONS[request.status]
-        self.log.finished(request, reason, self.sampler.output_hash(request))
+        output_hash = self.sampler.output_hash(request)
         self._free_request(request)
-        return RequestOutput(request, tokens, reason)
+        return RequestOutput(request, tokens, _FINISH_REASONS[request.status], output_hash)
 
     @staticmethod
     def _roll_back(request: Request, num_rejected: int) -> None:
@@ -1035,9 +1047,6 @@ class Scheduler:
             self._forget_attempts(request)
         if request.taint and not request.output_taint:
             request.output_taint = request.taint
-        if request.first_token_ns is None:
-            request.first_token_ns = self.log.now_ns
-            self.log.first_token(request)
         tokens: list[int] = []
         for _ in range(count):
             position = request.num_tokens if self._num_spec_tokens or share is None else share.end
@@ -1338,6 +1347,9 @@ class Scheduler:
             self.step = step
             self._grow_all(members)
         self.step = first + num_steps - 1
+        if self._output_is_shared:
+            # Who leaves next would hash its own block first, whatever the order of those that the last step filled.
+            self._cache_filled_blocks()
         self.next_output_step = self.step + 1
         self._in_step = False
         self._num_executed_steps += num_steps

@@ -232,6 +232,17 @@ class TestDeath:
         assert stage.bench.events("request.failed")[0].cause == "engine dead: AssertionError"
         assert died == [5]
 
+    def test_what_finished_in_its_last_step_is_not_heard_of(self) -> None:
+        stage = Stage()
+        stage.at(0, stage.submit, "a", 8, max_tokens=1)
+        stage.at(0, stage.submit, "b", 8)
+        stage.at(5, lambda: stage.report(finished_recving=["stranger"]))
+        stage.run()
+        assert stage.log("request.first_token", "request.finished", "request.failed") == [
+            (10, "failed", "a"),
+            (10, "failed", "b"),
+        ]
+
     def test_a_raising_forward_pass_loses_its_step(self) -> None:
         stage = Stage()
         stage.at(0, stage.submit, "a", 8)

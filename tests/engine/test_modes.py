@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from kvreplay.events import DETAIL_BLOCKS, DETAIL_RUN, DETAIL_STEPS, KINDS, Event
 from tests.scenarios.random_worlds import ENGINE_FAULTS, PAIR_FAULTS, World, worlds
-from tests.scenarios.stage import Play
+from tests.scenarios.stage import Play, play, request, role, single, workload
 
 PLAIN: Final[Mapping[str, bool]] = {"single_steps": True, "use_lockstep": False}
 SINGLE_STEPS: Final[Mapping[str, bool]] = {"single_steps": True}
@@ -94,6 +94,15 @@ def test_a_pair_gives_the_same_events_in_every_mode(world: World) -> None:
     check_modes(world)
 
 
+def test_twins_that_fill_a_block_in_a_coast_hash_it_in_their_order() -> None:
+    """The one that is preempted right after must not come first in the cache: it would hit its own block again."""
+    twins = [request(name, prompt_tokens=3, output_tokens=3, text="a") for name in ("r0", "r1")]
+    config = single(role(num_gpu_blocks=18, max_num_seqs=2))
+    for seed in range(4):  # it takes one of the two
+        fault = "scheduler.preempt:at=request.first_token,p=0.5"
+        check_modes(World(config, workload(*twins), (fault,), "vllm-0.33", recompute=False, seed=seed))
+
+
 @pytest.mark.parametrize("is_pair", [False, True])
 def test_what_is_written_does_not_decide_what_happens(is_pair: bool) -> None:
     @settings(max_examples=50, deadline=None)
@@ -127,8 +136,6 @@ def test_the_modes_differ() -> None:
     """Else nothing was compared: in one, many steps are a single action of the loop."""
     actions: dict[str, int] = {}
     modes: dict[str, Mapping[str, Any]] = {"plain": PLAIN, "single": SINGLE_STEPS, "coasting": COASTING}
-    from tests.scenarios.stage import play, request, single, workload
-
     for name, mode in modes.items():
         done = play(single(), workload(request("a", output_tokens=40)), **mode)
         actions[name] = done.cluster.loop.num_run

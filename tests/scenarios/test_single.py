@@ -39,8 +39,8 @@ def test_a_later_turn_hits_what_the_earlier_one_generated() -> None:
         "41 E0 turn0 request.scheduled tokens=1 blocks=9",
         "51 E0 - step tokens=1 blocks=1",
         "51 E0 turn0 request.scheduled tokens=1 blocks=10",
-        "61 E0 turn0 request.finished tokens=6 status=length",
         "61 E0 turn0 block.freed blocks=3 ids=[3, 2, 1]",
+        "61 E0 turn0 request.finished tokens=6 status=length",
         "200 E0 turn1 request.routed",
         "201 E0 turn1 block.allocated blocks=2 ids=[3, 4]",
         "201 E0 turn1 block.cached blocks=1 ids=[3]",
@@ -49,8 +49,8 @@ def test_a_later_turn_hits_what_the_earlier_one_generated() -> None:
         "211 E0 turn1 request.first_token",
         "211 E0 - step tokens=1 blocks=1",
         "211 E0 turn1 request.scheduled tokens=1 blocks=14",
-        "221 E0 turn1 request.finished tokens=2 status=length",
         "221 E0 turn1 block.freed blocks=4 ids=[4, 3, 2, 1]",
+        "221 E0 turn1 request.finished tokens=2 status=length",
     ]
 
 
@@ -97,8 +97,8 @@ def test_a_request_preempts_itself_and_comes_back_to_its_own_blocks() -> None:
         "61 E0 a block.cached blocks=1 ids=[17]",
         "61 E0 - step tokens=1 blocks=1",
         "61 E0 a request.scheduled tokens=1 blocks=35",
-        "71 E0 a request.finished tokens=7 status=length",
         "71 E0 a block.freed blocks=9 ids=[17, 8, 7, 6, 5, 4, 3, 2, 1]",
+        "71 E0 a request.finished tokens=7 status=length",
         "71 E0 b block.allocated blocks=1 ids=[17]",
         "71 E0 - step tokens=1 blocks=1",
         "71 E0 b request.scheduled tokens=1 blocks=32",
@@ -109,8 +109,8 @@ def test_a_request_preempts_itself_and_comes_back_to_its_own_blocks() -> None:
         "101 E0 b block.cached blocks=1 ids=[17]",
         "101 E0 - step tokens=1 blocks=1",
         "101 E0 b request.scheduled tokens=1 blocks=35",
-        "111 E0 b request.finished tokens=7 status=length",
         "111 E0 b block.freed blocks=9 ids=[17, 16, 15, 14, 13, 12, 11, 10, 9]",
+        "111 E0 b request.finished tokens=7 status=length",
         "111 E0 - block.evicted blocks=1 cause=capacity",
     ]
 
