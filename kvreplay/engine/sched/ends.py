@@ -1,0 +1,164 @@
+"""How a request ends or gives way: finished, aborted, failed, preempted; and what becomes of its blocks."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvreplay.engine.request import Request, RequestStatus
+from kvreplay.engine.sched.lockstep_layer import LockstepLayer
+from kvreplay.engine.sched.state import Scan
+from kvreplay.errors import EngineFatal
+from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.cache_manager import BlocksOfRequest
+
+
+class EndsLayer(LockstepLayer):
+    """Requests leave, blocks come back."""
+
+    def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[Request]:
+        """End requests from outside: a client's abort, a failed load. Unknown and finished ids are ignored.
+
+        They go in order of arrival (the real one iterates a set).
+        """
+        wanted = dict.fromkeys(request_ids)  # a client may ask twice
+        found = [self.requests[request_id] for request_id in wanted if request_id in self.requests]
+        requests = sorted(
+            (request for request in found if not request.status.is_finished),
+            key=lambda request: request.arrival_order,
+        )
+        # One after another, each with both of vLLM's passes, so that the order of frees is that of arrival.
+        for request in requests:
+            self._finish(request, status)
+        return requests
+
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        request_id = request.request_id
+        self._blocks_changed()
+        self._ready_holding.pop(request_id, None)
+        self.livelocked.pop(request_id, None)
+        if request.lockstep_since is not None:
+            self._leave_lockstep(request, in_flight=self._in_flight is not None)
+        if self.running.pop(request_id, None) is None:
+            self.waiting.remove_all([request])
+            self.kv_holding_waiting.remove_all([request])
+            self.deferred_waiting.pop(request_id, None)
+        self._explicit.pop(request_id, None)
+        delay_free = False
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            # A load that has not started yet will not be reported.
+            never_started = self.fences.cancel_load(request_id)
+            delay_free = not never_started and request_id not in self.finished_recving
+            self.finished_recving.pop(request_id, None)
+            self.failed_recving.pop(request_id, None)
+        request.status = status
+        if status is RequestStatus.FINISHED_ABORTED:
+            self.log.aborted(request)
+        else:
+            self.log.failed(request, request.load_error or "KV load failure")
+        self._free_request(request, delay_free=delay_free)
+
+    def _free_request(self, request: Request, *, delay_free: bool = False) -> None:
+        self.inflight_prefills.pop(request.request_id, None)
+        if self.connector is not None:
+            computed, in_flight = request.num_computed_tokens, request.num_in_flight_tokens
+            tails = self.kv.take_finished_tails(request.request_id, computed, in_flight) if self._is_producer else []
+            self.kv.remove_skipped_blocks(request.request_id, max(0, computed - in_flight))
+            if tails and self.on_partial_tails is not None:
+                delay_free |= self.on_partial_tails(request, tails)
+            blocks = BlocksOfRequest(self.kv, request.request_id, computed)
+            delay_free |= self.connector.request_finished(request, blocks)
+        self.finished_req_ids.append(request.request_id)
+        if not delay_free:
+            self._release(request)
+
+    def _release(self, request: Request) -> None:
+        self._free_blocks_of(request)
+        del self.requests[request.request_id]
+
+    def _free_blocks_of(self, request: Request) -> tuple[BlockIds, ...]:
+        self._blocks_changed()
+        if self.accounts is not None:
+            self.accounts.remember_cached(request, self.kv.num_cached_tokens(request.request_id))
+        freed = self._give_back(request)
+        if self.on_blocks_freed is not None:
+            self.on_blocks_freed(request, freed)
+        if self.log.wants_blocks:
+            for group, block_ids in enumerate(freed):
+                self.log.blocks("block.freed", request, group, block_ids)
+        return freed
+
+    def _give_back(self, request: Request) -> tuple[BlockIds, ...]:
+        """Free its blocks, or let them wait for steps in flight that may still write into them."""
+        if self.fences.has_passed(request.last_scheduled_seq):
+            return self.kv.free(request.request_id)
+        freed = self.kv.pop_blocks_for_free(request.request_id)
+        # All groups as one list, backwards: the last group's blocks come back first.
+        self.fences.free_later(np.concatenate(freed)[::-1].copy(), self.fences.scheduled)
+        return freed
+
+    def reset_prefix_cache(self, *, reset_running: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all hashes; only possible while no block is in use, which `reset_running` tries to bring about.
+
+        `reset_connector`: what a connector has cached goes too, whether or not the hashes could be forgotten.
+        """
+        if reset_running:
+            self._dissolve_lockstep()
+            for request in reversed(list(self.running.values())):
+                self._preempt(request, drop_stale_output=True)
+        cached = int(np.count_nonzero(self.pool.keys >= 0))
+        done = self.kv.reset_prefix_cache()
+        if reset_running and not done:
+            raise EngineFatal(
+                "RuntimeError",
+                "Failed to reset KV cache even when all the running requests are preempted and moved to the waiting "
+                "queue.",
+            )
+        if done:
+            self.log.evicted(cached, 0, "reset")
+        if reset_connector and self.connector is not None:
+            return self.connector.reset_cache() and done
+        return done
+
+    def preempt(self, request_id: str) -> bool:
+        """Preempt one running request from outside, between steps. False if it does not run."""
+        request = self.running.get(request_id)
+        if request is None:
+            return False
+        if request.lockstep_since is not None:
+            self._leave_lockstep(request)
+        self._preempt(request)
+        return True
+
+    def preempt_for_recovery(self, request: Request) -> None:
+        """A running request has lost what it needs to go on; nothing of the step in progress is for it."""
+        self._preempt(request, drop_stale_output=True)
+
+    def _preempt(self, victim: Request, *, drop_stale_output: bool = False) -> None:
+        """Take back everything a running request holds; it will be looked up afresh.
+
+        What steps in flight bring is delivered all the same, unless `drop_stale_output`.
+        """
+        assert victim.status is RequestStatus.RUNNING, victim
+        del self.running[victim.request_id]
+        self._explicit.pop(victim.request_id, None)
+        computed = victim.num_computed_tokens
+        freed = self._free_blocks_of(victim)
+        self.inflight_prefills.pop(victim.request_id, None)
+        victim.lost_computed_handle = self.log.preempted(victim, computed, sum(len(ids) for ids in freed))
+        victim.lost_computed_end = max(victim.lost_computed_end, computed)
+        victim.status = RequestStatus.PREEMPTED
+        victim.num_computed_tokens = 0
+        victim.is_prefill_chunk = False
+        victim.num_draft_tokens = 0
+        # A share that is being dropped stays dropped: its positions have been sampled again.
+        victim.drop_stale_output = drop_stale_output or (
+            victim.drop_stale_output and victim.num_stale_output_tokens > 0
+        )
+        victim.num_stale_output_tokens = victim.num_in_flight_tokens
+        victim.num_output_placeholders = 0
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        self._count_attempt(victim)
+        self.waiting.prepend(victim)
+        self._scan = Scan.UNKNOWN
+        self._preempted_since.append(victim.request_id)

@@ -1,0 +1,201 @@
+"""The scheduler's requests that decode in lockstep: when that is exact, how their blocks grow, and how they leave."""
+
+import numpy as np
+
+from kvreplay.engine.output import SchedulerOutput, Share
+from kvreplay.engine.request import Request
+from kvreplay.engine.sched.state import Scan, SchedulerState
+from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.block_table import BlockTable
+
+
+class LockstepLayer(SchedulerState):
+    """Steps in which nobody is touched, and back."""
+
+    @property
+    def _must_step(self) -> bool:
+        """Whether the connector has to see each step."""
+        return self.connector is not None and self.connector.needs_every_step
+
+    def _must_be_shown(self, request: Request) -> bool:
+        """Whether the connector has to see each of this request's steps."""
+        return self.connector is not None and self.connector.needs_share(request.request_id)
+
+    def _lockstep_is_exact(self) -> bool:
+        """Whether its members all get their token, whatever the order: the budget covers everyone who runs, or
+        those who take more than a token come last; and nobody can be told to wait for blocks."""
+        explicit = self._explicit
+        if not explicit:
+            return self.connector is None or not self.connector.has_pending_block_frees()
+        if self.connector is not None and self.connector.has_pending_block_frees():
+            return False
+        wanted = sum(request.num_tokens - request.num_computed_tokens for request in explicit.values())
+        if wanted + len(self.lockstep) <= self.config.token_budget:
+            return True
+        first = next(iter(explicit.values()))
+        last_member = next(request for request in reversed(self.running.values()) if request.lockstep_since is not None)
+        return first.lockstep_order > last_member.lockstep_order
+
+    @property
+    def can_coast(self) -> bool:
+        """Whether the next steps give every member of lockstep one token and do nothing else.
+
+        Until a member finishes, blocks run short, or something comes from outside.
+        """
+        return (
+            bool(self.lockstep)
+            and not self._explicit
+            and not self.finished_req_ids
+            and not self._preempted_since
+            and not self._must_step
+            and self._scan_is_futile
+            and self._lockstep_is_exact()
+        )
+
+    @property
+    def has_nothing_to_do(self) -> bool:
+        """Whether `schedule()` would change nothing until something comes from outside."""
+        if self.running or self.finished_req_ids or self._preempted_since:
+            return False
+        return self._scan_is_futile and not self._must_step
+
+    @property
+    def must_ask_again(self) -> bool:
+        """Whether a queued request waits for a connector that may answer otherwise the next time it is asked."""
+        return not self._may_settle and self.num_waiting > 0 and len(self.running) < self.max_num_active
+
+    @property
+    def _scan_is_futile(self) -> bool:
+        """Whether another scan of the queues would admit nobody and change nothing."""
+        if not self.num_waiting or len(self.running) >= self.max_num_active:
+            return True
+        # A block that fills while coasting could be what the request that does not fit was waiting to hit.
+        return self._scan is Scan.EXHAUSTED or (self._scan is Scan.BLOCKED and not self._output_is_shared)
+
+    def steps_until_shortage(self, step: int, limit: int) -> int:
+        """How many steps from `step` on, up to `limit`, lockstep can take without running out of free blocks."""
+        block_size = self.kv.block_size
+        rounds, free = divmod(self.pool.num_free, len(self.lockstep))
+        steps = rounds * block_size
+        if steps >= limit:
+            return limit
+        for offset in range(block_size):
+            free -= self.lockstep.num_needing_blocks(step + offset)
+            if free < 0:
+                break
+            steps += 1
+        return min(steps, limit)
+
+    def coast(self, num_steps: int) -> None:
+        """Do `num_steps` steps of which `can_coast` and `steps_until_shortage` promised that they are uneventful."""
+        first = self.step + 1
+        self._in_step = True
+        for step, members in self.lockstep.growth(first, num_steps):
+            self.step = step
+            self._grow_all(members)
+        self.step = first + num_steps - 1
+        if self._output_is_shared:
+            # Who leaves next would hash its own block first, whatever the order of those that the last step filled.
+            self._cache_filled_blocks()
+        self.next_output_step = self.step + 1
+        self._in_step = False
+        self._num_executed_steps += num_steps
+
+    def _join_lockstep(self, request: Request) -> None:
+        del self._explicit[request.request_id]
+        request.lockstep_keys = request.content.block_keys.data
+        self.lockstep.join(request, self.step + 1)
+
+    def _leave_lockstep(self, request: Request, *, in_flight: bool = False) -> None:
+        """Out of lockstep, counters up to date: as at the start of a step, or, `in_flight`, with the current step's
+        token computed and its output outstanding."""
+        if in_flight and self._output_is_shared:
+            # Whoever was admitted earlier has hashed what this step fills before.
+            self._cache_filled_blocks()
+        self.lockstep.leave(request, self.step if self._in_step else self.step + 1, in_flight=in_flight)
+        request.is_prefill_chunk = False
+        computed = request.num_computed_tokens
+        self._cache_computed(request, computed)
+        if self.on_leave_lockstep is not None:
+            self.on_leave_lockstep(request)
+
+    def materialise_member(self, request: Request, out: SchedulerOutput) -> None:
+        """Give one member a share of its own in the step in flight."""
+        self.materialise_lockstep(out, holding=self._table(request).ids)
+
+    def materialise_lockstep(self, out: SchedulerOutput, *, holding: BlockIds) -> None:
+        """Give members that hold any of these blocks a share of their own in the step in flight."""
+        members = [request for request in self.lockstep if np.isin(self._table(request).ids, holding).any()]
+        if not members:
+            return
+        for request in members:
+            self._leave_lockstep(request, in_flight=True)
+            self._explicit[request.request_id] = request
+            out.shares.append(Share(request, request.num_computed_tokens - 1, 1, False, False, self.kv.no_hit))
+        out.num_lockstep -= len(members)
+        out.shares.sort(key=lambda share: share.request.lockstep_order)
+        self._explicit = dict(sorted(self._explicit.items(), key=lambda item: item[1].lockstep_order))
+
+    def _dissolve_lockstep(self) -> None:
+        for request in list(self.lockstep):
+            self._leave_lockstep(request)
+        self._explicit = {
+            request_id: request for request_id, request in self.running.items() if request.lockstep_since is None
+        }
+
+    def _grow_all(self, members: list[Request]) -> None:
+        """One more block for each of these members, whose blocks are full. There are enough."""
+        tables, pool = self.kv.managers[0].tables, self.pool
+        if self.log.wants_blocks or not pool.enable_caching or self._must_step:
+            self._grow_openly(members)
+            return
+        is_shared = self._output_is_shared
+        for request in members:
+            table = tables[request.request_id]
+            index = table.num_blocks - 1
+            if table.num_cached == index:
+                if is_shared:
+                    self._blocks_changed()
+                block_id = pool.cache_and_take_one(table.view[index], request.lockstep_keys[index])
+                table.num_cached = index + 1
+            else:
+                if table.num_cached < index:
+                    self._cache_filled(request, table)
+                block_id = pool.take_one()
+            table.append(block_id)
+
+    def _grow_openly(self, members: list[Request]) -> None:
+        """The same, for those who must hear of each block."""
+        for request in members:
+            table = self._table(request)
+            if table.num_cached < table.num_blocks:
+                self._cache_filled(request, table)
+            block_id = self.pool.take_one()
+            table.append(block_id)
+            if self.connector is not None:
+                self.connector.note_allocated([block_id])
+            if self.log.wants_blocks:
+                self.log.blocks("block.allocated", request, 0, [block_id])
+
+    def _cache_filled_blocks(self) -> None:
+        """Hash the blocks that this step fills, before anyone is looked up in it."""
+        for request in self.lockstep.filling_blocks(self.step):
+            table = self._table(request)
+            if table.num_cached < table.num_blocks:
+                self._cache_filled(request, table)
+
+    def _cache_filled(self, request: Request, table: BlockTable) -> None:
+        """The last block of a member is full: enter it under its key."""
+        if not self.pool.enable_caching:
+            return
+        if self._output_is_shared:
+            self._blocks_changed()
+        index = table.num_blocks - 1
+        if max(table.num_cached, 0) != index:
+            self._cache_computed(request, table.num_blocks * self.kv.block_size)
+            return
+        block_id = table.view[index]
+        self.pool.cache_one(block_id, request.lockstep_keys[index])
+        table.num_cached = index + 1
+        if self.log.wants_blocks:
+            self.log.blocks("block.cached", request, 0, [block_id])

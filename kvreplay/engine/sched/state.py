@@ -1,0 +1,235 @@
+"""What a scheduler knows: its requests and queues, its counters, and what the last scan of the queues found."""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from itertools import count
+from typing import NamedTuple
+
+from kvreplay.engine.accounts import RecomputeAccounts
+from kvreplay.engine.chunks import chunk_rules
+from kvreplay.engine.config import SchedulerConfig, SpeculativeConfig
+from kvreplay.engine.connector import SchedulerConnector
+from kvreplay.engine.fences import Fences
+from kvreplay.engine.lockstep import Lockstep
+from kvreplay.engine.log import EngineLog
+from kvreplay.engine.output import RequestOutput, SchedulerOutput, Share
+from kvreplay.engine.queues import PriorityQueue, RequestQueue
+from kvreplay.engine.request import Request
+from kvreplay.engine.sampler import Sampler
+from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.block_table import BlockTable
+from kvreplay.kv.cache_manager import KVCacheManager
+from kvreplay.kv.managers.mamba import BoundaryState
+
+LIVELOCK_ATTEMPTS = 1000
+"""A request that has been parked or preempted so often without a token in between never gets anywhere."""
+
+
+class Scan(Enum):
+    """What the last scan of the queues says about the next."""
+
+    UNKNOWN = "it may admit somebody"
+    EXHAUSTED = "it passed everyone, and all who are left wait for a report"
+    BLOCKED = "it ended at a request that does not fit; giving back or caching blocks may change that"
+
+
+class Misfit(NamedTuple):
+    """The request that did not fit, and what may have changed for it since."""
+
+    request: Request
+    num_tokens: int
+    least_blocks: int
+    """Blocks it needs from the free queue even if all of its hits are in use."""
+    num_inserted: int
+    """Blocks that had ever been cached then: it cannot have gained more hits than have come since."""
+
+
+class SchedulerState:
+    """What all layers of the scheduler share. The parameters are those of `Scheduler`."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        connector: SchedulerConnector | None,
+        sampler: Sampler,
+        log: EngineLog,
+        *,
+        accounts: RecomputeAccounts | None = None,
+        use_lockstep: bool = False,
+        output_is_shared: bool = False,
+        kv_role: str = "",
+        speculation: SpeculativeConfig | None = None,
+        cache_block_size: int | None = None,
+        divergent_hits: bool = False,
+        defer_async_loads: bool = False,
+        loads_every_group: bool = False,
+    ) -> None:
+        self.config = config
+        self.kv = kv
+        self.pool = kv.pool
+        self.connector = connector
+        self.sampler = sampler
+        self.log = log
+        self.accounts = accounts
+        self.speculation = speculation
+        self._num_spec_tokens = speculation.num_speculative_tokens if speculation is not None else 0
+        self._num_lookahead_tokens = speculation.num_lookahead_tokens if speculation is not None else 0
+        self._num_draft_slots = speculation.num_draft_slots if speculation is not None else 0
+        self._chunks = chunk_rules(config, kv, speculation, cache_block_size)
+        self._num_step_slots = 1 + self._num_spec_tokens + self._num_lookahead_tokens if self._num_spec_tokens else 0
+        self._step_blocks = kv.blocks_of_tokens(self._num_step_slots)
+        self._is_async = config.async_scheduling
+        self._by_priority = config.policy == "priority"
+        self._is_producer = kv_role in ("kv_producer", "kv_both")
+        is_consumer = kv_role in ("kv_consumer", "kv_both")
+        self.fences = Fences(enabled=connector is not None and self._is_async and is_consumer)
+        self._defer_async_loads = self.fences.enabled and defer_async_loads
+        self._divergent_hits = divergent_hits
+        self._loads_every_group = loads_every_group
+        self._replay_groups = frozenset(group for group, spec in enumerate(kv.groups) if spec.prefix_replay_tokens)
+        self._cacheable_groups = frozenset(group for group, spec in enumerate(kv.groups) if spec.prefix_cacheable)
+        self._output_is_shared = output_is_shared
+        self.max_num_active = min(config.max_num_active_seqs or config.max_num_seqs, config.max_num_seqs)
+
+        self.requests: dict[str, Request] = {}
+        self.running: dict[str, Request] = {}
+        """In order of admission."""
+        self.waiting = PriorityQueue() if self._by_priority else RequestQueue()
+        self.kv_holding_waiting = PriorityQueue() if self._by_priority else RequestQueue()
+        self.deferred_waiting: dict[str, Request] = {}
+        self.inflight_prefills: dict[str, Request] = {}
+        self.finished_recving: dict[str, None] = {}
+        self.failed_recving: dict[str, None] = {}
+        self.finished_req_ids: list[str] = []
+        self.livelocked: dict[str, Request] = {}
+        """Requests that go round in circles: counted as stalled, though something keeps happening to them."""
+        self.on_blocks_freed: Callable[[Request, Sequence[BlockIds]], None] | None = None
+        self.on_leave_lockstep: Callable[[Request], None] | None = None
+        self.on_invalid_evicted: Callable[[list[int]], None] | None = None
+        self.on_parked: Callable[[Request], None] | None = None
+        self.on_promoted: Callable[[Request], None] | None = None
+        self.failure_reason: Callable[[str], str | None] | None = None
+        """What the connector says of a request's failed load."""
+        self.on_partial_tails: Callable[[Request, list[BoundaryState]], bool] | None = None
+        """A producer's request ends in a state inside a block: whether its blocks must be kept for it."""
+        self.skipped: list[str] = []
+        """Requests whose output of the last processed step was dropped."""
+        self.unsent: list[RequestOutput] = []
+        """Of a step in which the engine died before it could send them."""
+
+        self.step = -1
+        self.next_output_step = 0
+        """Every step before it has had its output taken in."""
+        self.num_preemptions = 0
+        self._in_flight: SchedulerOutput | None = None
+        """Scheduled, and its output not yet taken in."""
+        self._in_step = False
+        """Between the start of schedule() and the end of update_from_output()."""
+        self._arrivals = count()
+        self._admissions = count()
+        self._preempted_since: list[str] = []
+
+        self.lockstep = Lockstep(kv.block_size, config.max_model_len)
+        self._can_lockstep = (
+            use_lockstep
+            and len(kv.groups) == 1
+            and kv.groups[0].is_full_attention
+            and speculation is None
+            and not self._is_async
+            and not self._by_priority
+            and config.long_prefill_token_threshold == 0
+            and config.prefill_schedule_interval == 1
+            and config.token_budget >= config.max_num_seqs
+        )
+        self._scan = Scan.UNKNOWN
+        self._full_sequence_must_fit = (
+            config.scheduler_reserve_full_isl and len(kv.groups) == 1 and kv.groups[0].is_full_attention
+        )
+        self._misfit: Misfit | None = None
+        self._ready_holding: dict[str, None] = {}
+        """Requests in `kv_holding_waiting` that are not parked: their load is over, and they did not fit yet."""
+        self._lookup_version = -1
+        self._may_settle = (
+            (connector is None or connector.lookup_is_pure)
+            and config.prefill_schedule_interval == 1
+            and speculation is None
+            and not self._is_async
+        )
+        self._explicit: dict[str, Request] = {}
+        """Running requests that are not in lockstep, in order of admission."""
+
+        self._prefill_capacity_bound = False
+        self._last_prefill_step = -config.prefill_schedule_interval
+        self._num_executed_steps = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.kv_holding_waiting)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.running) or self.num_waiting > 0
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether the engine keeps stepping: unfinished work, ids to announce, or blocks a connector must release."""
+        if self.has_unfinished_requests or self.finished_req_ids:
+            return True
+        return self.connector is not None and (bool(self.requests) or self.connector.has_pending_push_work())
+
+    @property
+    def is_livelocked(self) -> bool:
+        """Whether all that is left to do is done in vain."""
+        return bool(self.livelocked) and len(self.livelocked) == len(self.running) + self.num_waiting
+
+    def _budget_left(self, out: SchedulerOutput) -> int:
+        """Tokens that one more request may get in this step."""
+        used = out.total_num_scheduled_tokens + len(self.lockstep)
+        left = self.config.token_budget - used
+        if not self._num_draft_slots:
+            return left
+        rows = used + self._num_draft_slots * (len(out.shares) + 1)
+        return min(left, self.config.max_num_batched_tokens - rows)
+
+    def _add_share(self, out: SchedulerOutput, share: Share) -> None:
+        out.shares.append(share)
+        out.total_num_scheduled_tokens += share.num_tokens
+
+    @staticmethod
+    def _drafts_go_unused(share: Share) -> bool:
+        """Whether no step can verify what would be drafted after this one (vLLM: _drafts_unused)."""
+        request = share.request
+        if share.end < request.num_tokens:
+            return True
+        sure = request.num_output_tokens + 1 + (1 if request.num_output_placeholders else 0)
+        return sure >= request.max_tokens
+
+    def _cache_computed(self, request: Request, num_tokens: int) -> None:
+        """Hash what is full of the first `num_tokens` tokens; drafts are not known to be right."""
+        cached = self.kv.cache_blocks(request, request.content.block_keys, min(num_tokens, request.num_tokens))
+        if self.log.wants_blocks:
+            for group, block_ids in enumerate(cached):
+                self.log.blocks("block.cached", request, group, block_ids)
+
+    def _note_allocated(self, request: Request, new_blocks: tuple[BlockIds, ...]) -> None:
+        if self.log.wants_blocks:
+            for group, block_ids in enumerate(new_blocks):
+                self.log.blocks("block.allocated", request, group, block_ids)
+
+    def _blocks_changed(self) -> None:
+        """Blocks were given back or got a hash: who did not fit may fit now."""
+        if self._scan is Scan.BLOCKED:
+            self._scan = Scan.UNKNOWN
+
+    def _count_attempt(self, request: Request) -> None:
+        request.attempts += 1
+        if request.attempts == LIVELOCK_ATTEMPTS:
+            self.livelocked[request.request_id] = request
+
+    def _forget_attempts(self, request: Request) -> None:
+        request.attempts = 0
+        self.livelocked.pop(request.request_id, None)
+
+    def _table(self, request: Request) -> BlockTable:
+        return self.kv.managers[0].tables[request.request_id]
