@@ -14,6 +14,7 @@ NO_FATAL: Final = "NO-FATAL"
 NULL_BLOCK: Final = "NULL-BLOCK"
 OUTPUT_EQUAL: Final = "OUTPUT-EQUAL"
 PROGRESS: Final = "PROGRESS"
+RANK_AGREE: Final = "RANK-AGREE"
 
 
 class Finding(NamedTuple):

@@ -5,8 +5,8 @@ from typing import Final, NamedTuple
 
 import polars as pl
 
-from kvreplay.checkers import exactly_once, fence, no_fatal, null_block, output_equal, progress
-from kvreplay.checkers.finding import EXACTLY_ONCE, FENCE, NO_FATAL, NULL_BLOCK, PROGRESS, Finding
+from kvreplay.checkers import exactly_once, fence, no_fatal, null_block, output_equal, progress, rank_agree
+from kvreplay.checkers.finding import EXACTLY_ONCE, FENCE, NO_FATAL, NULL_BLOCK, PROGRESS, RANK_AGREE, Finding
 from kvreplay.checkers.output_equal import DigestsOf
 
 
@@ -25,6 +25,7 @@ TRACE_CHECKERS: Final = (
     TraceChecker(NO_FATAL, no_fatal.DETAIL, no_fatal.check_no_fatal),
     TraceChecker(NULL_BLOCK, null_block.DETAIL, null_block.check_null_block),
     TraceChecker(PROGRESS, progress.DETAIL, progress.check_progress),
+    TraceChecker(RANK_AGREE, rank_agree.DETAIL, rank_agree.check_rank_agree),
 )
 
 

@@ -214,7 +214,9 @@ class WorkerModel:
         kv = self.scheduler.kv
         local = request.num_computed_tokens - request.num_external_tokens
         for table, manager in zip(kv.block_arrays(request.request_id), kv.managers, strict=True):
-            self._loading[table[local // manager.block_size :]] = request.arrival_order
+            loaded = table[local // manager.block_size :]
+            self._loading[loaded] = request.arrival_order
+            self.buffers.begin_load(loaded)
         request.is_loading = True
 
     def _on_promoted(self, request: Request) -> None:
@@ -240,13 +242,17 @@ class WorkerModel:
     def write_blocks(
         self, group: int, block_ids: AnyBlockIds, words: WordArray, *, provenance: Provenance | None
     ) -> None:
-        """A transfer lands. Into blocks that are being loaded, as a rule; else it is too late, and may do harm."""
+        """A transfer lands. Into blocks that are being loaded, as a rule; else it is too late, and may do harm.
+
+        So it is into blocks that are being loaded for somebody else by now.
+        """
         ids = np.asarray(block_ids, np.int64)
-        if (self._loading[ids] == _NO_LOAD).any():
+        if provenance is not None or (self._loading[ids] == _NO_LOAD).any():
             if self.on_late_write is not None:
                 self.on_late_write()
             self._flush_members()
-            for block_id in ids[self._loading[ids] == _NO_LOAD].tolist():
+            late = ids if provenance is not None else ids[self._loading[ids] == _NO_LOAD]
+            for block_id in late.tolist():
                 owner = self._owner_of(block_id)
                 self.late_writes.append(LateWrite(block_id, group, owner, provenance))
                 if owner is not None:

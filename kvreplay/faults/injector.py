@@ -206,6 +206,11 @@ class Injector:
             self._down.pop(address, None)
         return True
 
+    def last_fault_of(self, request_id: str) -> int | None:
+        """The handle of the last `fault.injected` event that names this request."""
+        handles = [handle for record in self._records if (handle := record.handle_of(request_id)) is not None]
+        return max(handles, default=None)
+
     # -- the end -----------------------------------------------------------------------------------------
 
     def heal(self) -> None:

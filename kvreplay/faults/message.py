@@ -16,6 +16,7 @@ from kvreplay.sim.envelope import (
     COPY_JOB,
     LOOKUP,
     PULL_REQUEST,
+    RANK_REPORT,
     WRITE_DONE,
     Corruption,
     Delivery,
@@ -24,7 +25,7 @@ from kvreplay.sim.envelope import (
 
 _PASSED, _CHOSEN = 0, 1
 
-_ASKING: Final = frozenset({PULL_REQUEST, BOOTSTRAP_QUERY, LOOKUP, COPY_JOB, WRITE_DONE})
+_ASKING: Final = frozenset({PULL_REQUEST, BOOTSTRAP_QUERY, LOOKUP, COPY_JOB, WRITE_DONE, RANK_REPORT})
 """Kinds whose sender is the end that wants something; with the others it is the receiver. So the `instance` of
 every fault of one pull is its consumer, and `peer` its producer."""
 

@@ -24,6 +24,7 @@ class Record:
         self._fault = fault
         self._sink = sink
         self._named: dict[str, dict[str | None, int]] = {}
+        self._last: dict[str | None, int] = {}
 
     def fire(
         self,
@@ -41,7 +42,7 @@ class Record:
         for index, request_id in enumerate(request_ids or [None]):
             if request_id in named:
                 continue
-            named[request_id] = self._sink.emit(
+            named[request_id] = self._last[request_id] = self._sink.emit(
                 Event(
                     "fault.injected",
                     time_ns,
@@ -54,6 +55,10 @@ class Record:
                 )
             )
         return next(iter(named.values()))
+
+    def handle_of(self, request_id: str) -> int | None:
+        """The last event that names this request."""
+        return self._last.get(request_id)
 
     @property
     def statistics(self) -> FaultStatistics:

@@ -115,6 +115,12 @@ class KVBuffers:
 
     def write_blocks(self, group: int, block_ids: AnyBlockIds, words: WordArray) -> None:
         ids = np.asarray(block_ids, np.int64)
-        self._rows[ids] = np.ascontiguousarray(words).view(self._row).ravel()
+        self._put(ids, words)
         if self.provenance or self.derived or self.reported:
             self._forget_history(ids)
+
+    def begin_load(self, block_ids: BlockIds) -> None:
+        """A transfer into these blocks begins: whole rows arrive, so there is nothing to prepare."""
+
+    def _put(self, block_ids: NDArray[np.int64], words: WordArray) -> None:
+        self._rows[block_ids] = np.ascontiguousarray(words).view(self._row).ravel()

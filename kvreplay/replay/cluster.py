@@ -54,6 +54,7 @@ def topology_of(config: ReplayConfig, workload: Workload | None) -> TopologyInfo
         connectors=frozenset() if kind == "none" else frozenset({kind}),
         commands=frozenset({"abort", "crash", "restart", "preempt", "step-raises", "arrival"}),
         request_ids=[arrival.request_id for arrival in workload.arrivals] if workload is not None else None,
+        num_ranks=max(config.topology.num_ranks(role) for role in config.topology.roles),
         num_groups=len(config.model.groups),
     )
 
@@ -77,7 +78,7 @@ class Cluster:
         self.injector = Injector(settings.plan, settings.seed, sink, self.loop, self.bus)
         self.sink = self.injector.sink
         self.index = ContentIndex(workload.arrivals, config.model.groups[0].block_size)
-        self.findings = LiveFindings(self.loop, self.sink)
+        self.findings = LiveFindings(self.loop, self.sink, self.injector.last_fault_of)
         self.roles = instance_names(config)
         surroundings = Surroundings(
             config=config,
@@ -87,6 +88,7 @@ class Cluster:
             sink=self.sink,
             index=self.index,
             findings=self.findings,
+            sharding=config.sharding,
             single_steps=settings.single_steps,
             use_lockstep=settings.use_lockstep,
         )

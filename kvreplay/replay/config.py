@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 from kvreplay.connectors.mooncake.config import MooncakeConfig
+from kvreplay.connectors.mooncake.plan import HeadLayout
+from kvreplay.connectors.mooncake.sharding import Sharding
 from kvreplay.engine.config import CacheConfig, SchedulerConfig
 from kvreplay.errors import ConfigError
 from kvreplay.kv.specs import CHUNKED_LOCAL, MAMBA, SLIDING_WINDOW, KVCacheGroupSpec, resolve_block_sizes
@@ -18,6 +20,8 @@ from kvreplay.replay.timing import StepTiming
 MAX_BLOCKS: Final = 1 << 24
 """Per instance. Their contents take 2 GiB with 16-token blocks; no real pool comes near."""
 MAX_INSTANCES: Final = 1024
+MAX_RANKS: Final = 64
+"""Per instance. A real one has 8 or 16."""
 _OF_EVERY_GROUP: Final = ("kind", "block_size", "sliding_window", "bytes_per_token")
 
 ConnectorKind: TypeAlias = Literal["none", "mooncake"]
@@ -33,8 +37,14 @@ class ModelConfig:
     name: str
     groups: tuple[KVCacheGroupSpec, ...]
     max_model_len: int
+    num_kv_heads: int | None = None
+    """What tensor parallel ranks share out; None: as many parts as there are ranks."""
+    use_mla: bool = False
+    """Latents instead of heads: every tensor parallel rank keeps all of them."""
 
     def __post_init__(self) -> None:
+        if self.num_kv_heads is not None and self.num_kv_heads <= 0:
+            raise ConfigError(f"model.num_kv_heads must be > 0, got {self.num_kv_heads}")
         if not self.groups:
             raise ConfigError("model.groups: at least one KV cache group is needed")
         if self.max_model_len <= 0:
@@ -81,7 +91,10 @@ class ConnectorConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopologyConfig:
-    """`instances` engines that serve whole requests, or `prefill` and `decode` ones. tp, pp, dp: per instance."""
+    """`instances` engines that serve whole requests, or `prefill` and `decode` ones. tp, pp, dp: per instance.
+
+    `prefill_tp` and so on: that role's own number of ranks.
+    """
 
     instances: int = 0
     prefill: int = 0
@@ -89,6 +102,10 @@ class TopologyConfig:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    prefill_tp: int | None = None
+    prefill_pp: int | None = None
+    decode_tp: int | None = None
+    decode_pp: int | None = None
     proxy_prefill: Routing = "round_robin"
     """How the proxy picks a prefill instance."""
     proxy_decode: Routing = "round_robin"
@@ -96,9 +113,17 @@ class TopologyConfig:
 
     def __post_init__(self) -> None:
         self._check_counts()
-        for name in ("tp", "pp", "dp"):
-            if getattr(self, name) != 1:
-                raise ConfigError(f"topology.{name}: only 1 is modelled so far, got {getattr(self, name)}")
+        if self.dp != 1:
+            raise ConfigError(f"topology.dp: only 1 is modelled so far, got {self.dp}")
+        for name in ("tp", "pp", "prefill_tp", "prefill_pp", "decode_tp", "decode_pp"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= MAX_RANKS:
+                raise ConfigError(f"topology.{name} must be in [1, {MAX_RANKS}], got {value}")
+        for role in self.roles:
+            if self.num_ranks(role) > MAX_RANKS:
+                raise ConfigError(
+                    f"topology: a {role} instance has at most {MAX_RANKS} ranks, got {self.num_ranks(role)}"
+                )
 
     def _check_counts(self) -> None:
         for name in ("instances", "prefill", "decode"):
@@ -119,6 +144,19 @@ class TopologyConfig:
 
     def num_instances(self, role: Role) -> int:
         return {"engine": self.instances, "prefill": self.prefill, "decode": self.decode}[role]
+
+    def parallel_sizes(self, role: Role) -> tuple[int, int]:
+        """Tensor and pipeline parallel size of an instance of this role."""
+        own_tp, own_pp = {
+            "engine": (None, None),
+            "prefill": (self.prefill_tp, self.prefill_pp),
+            "decode": (self.decode_tp, self.decode_pp),
+        }[role]
+        return self.tp if own_tp is None else own_tp, self.pp if own_pp is None else own_pp
+
+    def num_ranks(self, role: Role) -> int:
+        tp_size, pp_size = self.parallel_sizes(role)
+        return tp_size * pp_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +207,28 @@ class ReplayConfig:
         if self.connector.kind == "mooncake" and not self.topology.is_disaggregated:
             raise ConfigError("connector.kind: mooncake needs topology.prefill and topology.decode")
         for role, config in self.roles.items():
+            self._check_ranks(role)
             check_role(self.model, role, config)
+
+    def _check_ranks(self, role: Role) -> None:
+        """Whether the model can be cut so."""
+        tp_size, _ = self.topology.parallel_sizes(role)
+        if self.topology.num_ranks(role) > 1 and self.connector.kind != "mooncake":
+            raise ConfigError("topology.tp, topology.pp: ranks of an instance are modelled with mooncake only so far")
+        heads = self.model.num_kv_heads
+        if heads is not None and heads % tp_size and tp_size % heads:
+            raise ConfigError(f"topology.tp: {role} has {tp_size}, which does not go with {heads} model.num_kv_heads")
+
+    @property
+    def sharding(self) -> Sharding:
+        """How every engine's KV memory is cut."""
+        model = self.model
+        heads = HeadLayout(
+            num_kv_heads=model.num_kv_heads,
+            is_mla=model.use_mla,
+            has_states=any(group.kind == MAMBA for group in model.groups),
+        )
+        return Sharding.of(heads, [self.topology.parallel_sizes(role) for role in self.topology.roles])
 
     def role(self, role: Role) -> RoleConfig:
         return self.roles[role]

@@ -75,7 +75,13 @@ _EXTRA_KEYS: Final[dict[str, dict[str, Any]]] = {
 def _model_table(name: str) -> Document:
     preset = MODEL_PRESETS[name]
     groups = [asdict(group) for group in preset.groups]
-    return {"name": name, "groups": groups, "max_model_len": preset.max_model_len}
+    return {
+        "name": name,
+        "groups": groups,
+        "max_model_len": preset.max_model_len,
+        "num_kv_heads": preset.num_kv_heads,
+        "use_mla": preset.use_mla,
+    }
 
 
 _PRESETS: Final[dict[str, tuple[Mapping[str, object], Callable[[str], Document]]]] = {

@@ -1,12 +1,19 @@
 """The live checkers of a run: what they find becomes `violation` rows."""
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 from kvreplay.checkers.conservation import check_conservation, check_drained, snapshot_of
 from kvreplay.checkers.finding import CONTENT, FENCE, Finding
 from kvreplay.engine.instance import Instance
 from kvreplay.engine.worker import LateWrite, WrongBlock
 from kvreplay.events import EventSink
 from kvreplay.ids import NS_PER_S
+from kvreplay.kv.memory import Provenance
 from kvreplay.sim.event_loop import EventLoop
+
+FaultOf: TypeAlias = Callable[[str], int | None]
+"""Request id → the handle of the last `fault.injected` event that named it."""
 
 _RECOUNT_NS = 1200 * NS_PER_S
 """A pool is recounted when its instance idles, but not more often than this: a recount looks at every block."""
@@ -15,9 +22,10 @@ _RECOUNT_NS = 1200 * NS_PER_S
 class LiveFindings:
     """Told by the instances of one run (`engine.instance.Findings`)."""
 
-    def __init__(self, loop: EventLoop, sink: EventSink) -> None:
+    def __init__(self, loop: EventLoop, sink: EventSink, fault_of: FaultOf = lambda request_id: None) -> None:
         self._loop = loop
         self._sink = sink
+        self._fault_of = fault_of
         self._recounted_ns: dict[str, int] = {}
 
     def wrong_block(self, instance: Instance, wrong: WrongBlock) -> None:
@@ -35,7 +43,7 @@ class LiveFindings:
             group=wrong.group,
             transfer_id=provenance.transfer_id if provenance is not None else None,
         )
-        self._emit(finding, provenance.fault_handle if provenance is not None else -1)
+        self._emit(finding, self._fault_behind(provenance, wrong.request_id))
 
     def late_write(self, instance: Instance, late: LateWrite) -> None:
         """Only into a block that somebody else holds by now; into a free one it does no harm."""
@@ -53,7 +61,13 @@ class LiveFindings:
             group=late.group,
             transfer_id=provenance.transfer_id if provenance is not None else None,
         )
-        self._emit(finding, provenance.fault_handle if provenance is not None else -1)
+        self._emit(finding, self._fault_behind(provenance))
+
+    def _fault_behind(self, provenance: Provenance | None, reader: str | None = None) -> int | None:
+        """The fault that changed the bytes; else that of the request for which they came, too late, or did not come."""
+        if provenance is None:
+            return self._fault_of(reader) if reader is not None else None
+        return provenance.fault_handle if provenance.fault_handle >= 0 else self._fault_of(provenance.request_id)
 
     def idle(self, instance: Instance) -> None:
         now = self._loop.now_ns
@@ -73,5 +87,5 @@ class LiveFindings:
         for finding in check_drained(snapshot_of(instance.scheduler.kv), instance.name, self._loop.now_ns):
             self._emit(finding)
 
-    def _emit(self, finding: Finding, fault_handle: int = -1) -> None:
-        self._sink.emit(finding.to_event(fault_handle if fault_handle >= 0 else None))
+    def _emit(self, finding: Finding, fault_handle: int | None = None) -> None:
+        self._sink.emit(finding.to_event(fault_handle))

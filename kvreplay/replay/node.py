@@ -1,13 +1,14 @@
 """One instance of a cluster with all its parts, through crashes and restarts."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvreplay.behaviour import Behaviour
 from kvreplay.connectors.mooncake import addresses
 from kvreplay.connectors.mooncake.rank_group import MooncakeWorkers, start_workers
 from kvreplay.connectors.mooncake.scheduler import MooncakeScheduler
+from kvreplay.connectors.mooncake.sharding import Sharding
 from kvreplay.engine.accounts import RecomputeAccounts
 from kvreplay.engine.history.skipped_waiting import SkippedWaitingScheduler
 from kvreplay.engine.instance import Counters, Instance
@@ -66,6 +67,8 @@ class Surroundings:
     sink: EventSink
     index: ContentIndex
     findings: LiveFindings
+    sharding: Sharding = field(default_factory=Sharding)
+    """How the KV memory of all engines is cut into the shares of their ranks."""
     single_steps: bool = False
     use_lockstep: bool = True
     """Off, together with `single_steps`: the plain way, to test the shortcuts against."""
@@ -166,21 +169,22 @@ class Node:
         if around.config.kv.check == "off":
             return None
         # Imported where tensors live: torch takes a second to load.
-        from kvreplay.kv.buffers import KVBuffers
+        from kvreplay.connectors.mooncake.sharded_buffers import make_buffers
 
-        pool = scheduler.pool
-        return WorkerModel(
-            scheduler,
-            KVBuffers(pool.num_blocks, around.config.model.groups[0].block_size),
-            every_read=around.config.kv.check == "every-read",
-        )
+        shares = around.sharding.row_shares(*around.config.topology.parallel_sizes(self.role))
+        buffers = make_buffers(scheduler.pool.num_blocks, around.config.model.groups[0].block_size, shares)
+        return WorkerModel(scheduler, buffers, every_read=around.config.kv.check == "every-read")
 
     def _mooncake(self, memory: KVMemory) -> MooncakeWorkers:
         around = self._around
+        tp_size, pp_size = around.config.topology.parallel_sizes(self.role)
         return start_workers(
             self.name,
             self.incarnation,
             self.kv_role,
+            tp_size=tp_size,
+            pp_size=pp_size,
+            sharding=around.sharding,
             groups=around.config.model.groups,
             config=around.config.connector.mooncake,
             behaviour=around.behaviour,

@@ -22,6 +22,8 @@ class ModelPreset:
 
     groups: tuple[KVCacheGroupSpec, ...]
     max_model_len: int
+    num_kv_heads: int | None = None
+    use_mla: bool = False
     source: str
 
 
@@ -29,14 +31,25 @@ MODEL_PRESETS: Final[dict[str, ModelPreset]] = {
     "llama-70b": ModelPreset(
         groups=(KVCacheGroupSpec(kind=FULL, block_size=16, bytes_per_token=327_680),),
         max_model_len=131_072,
+        num_kv_heads=8,
         source=(
             "Llama 3.1 70B, config.json: 80 layers x 8 KV heads x 128 x 2 (K and V) x 2 B (BF16) = 327,680 B per "
+            "token; max_position_embeddings 131,072"
+        ),
+    ),
+    "llama-8b": ModelPreset(
+        groups=(KVCacheGroupSpec(kind=FULL, block_size=16, bytes_per_token=131_072),),
+        max_model_len=131_072,
+        num_kv_heads=8,
+        source=(
+            "Llama 3.1 8B, config.json: 32 layers x 8 KV heads x 128 x 2 (K and V) x 2 B (BF16) = 131,072 B per "
             "token; max_position_embeddings 131,072"
         ),
     ),
     "deepseek-mla": ModelPreset(
         groups=(KVCacheGroupSpec(kind=FULL, block_size=16, bytes_per_token=70_272),),
         max_model_len=163_840,
+        use_mla=True,
         source=(
             "DeepSeek-V3, config.json: 61 layers x (kv_lora_rank 512 + qk_rope_head_dim 64) x 2 B (BF16) = 70,272 B "
             "per token; max_position_embeddings 163,840. One copy per token: attention data parallel or decode context "
@@ -54,6 +67,7 @@ MODEL_PRESETS: Final[dict[str, ModelPreset]] = {
             ),
         ),
         max_model_len=131_072,
+        num_kv_heads=16,
         source=(
             "Gemma 3 27B, config.json: 62 layers, every sixth global, the others with a window of 1,024; 16 KV heads x "
             "128 x 2 (K and V) x 2 B (BF16) = 8,192 B per token and layer. vLLM makes groups of 10 layers: one of the "
@@ -76,6 +90,7 @@ MODEL_PRESETS: Final[dict[str, ModelPreset]] = {
             ),
         ),
         max_model_len=262_144,
+        num_kv_heads=2,
         source=(
             "Qwen3-Next 80B-A3B, config.json: 48 layers, every fourth full attention (2 KV heads x 256 x 2 x 2 B = "
             "2,048 B per token), the others gated delta nets: 32 x 128 x 128 x 2 B of state and 3 x 8,192 x 2 B of "
@@ -99,6 +114,7 @@ MODEL_PRESETS: Final[dict[str, ModelPreset]] = {
             ),
         ),
         max_model_len=1_048_576,
+        use_mla=True,
         source=(
             "Kimi Linear 48B-A3B, config.json: 27 layers, 7 of them MLA ((512 + 64) x 2 B = 1,152 B per token), 20 "
             "delta attention: 32 x 128 x 128 x 4 B of state and 3 x 12,288 x 2 B of convolution = 2,170,880 B. The "
@@ -122,6 +138,7 @@ MODEL_PRESETS: Final[dict[str, ModelPreset]] = {
             ),
         ),
         max_model_len=1_048_576,
+        use_mla=True,
         source=(
             "DeepSeek-V4-like, vllm/v1/kv_cache_interface.py, one layer of each kind: MLA compressed 4:1 (584 B "
             "per state, so 146 B per token), the states of both compressors in float32 (8,192 and 4,096 B per token, "

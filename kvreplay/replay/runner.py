@@ -116,6 +116,8 @@ class _Played(NamedTuple):
     roles: dict[str, Role]
     statistics: list[FaultStatistics]
     content_index: ContentIndex
+    fault_of: Callable[[str], int | None]
+    """Request → the handle of the last fault that named it."""
 
 
 def _play(options: RunOptions, workload: Workload, sink: MemoryTrace, advance: Advance) -> _Played:
@@ -127,7 +129,9 @@ def _play(options: RunOptions, workload: Workload, sink: MemoryTrace, advance: A
 
     cluster.run(watch)
     advance(len(workload.arrivals), cluster.loop.now_ns)
-    return _Played(cluster.loop.now_ns, cluster.roles, cluster.injector.statistics(), cluster.index)
+    return _Played(
+        cluster.loop.now_ns, cluster.roles, cluster.injector.statistics(), cluster.index, cluster.injector.last_fault_of
+    )
 
 
 def _sink(options: RunOptions, metadata: TraceMetadata) -> AbstractContextManager[MemoryTrace]:
@@ -182,7 +186,7 @@ def _summarise(options: RunOptions, played: _Played, workload: Workload, sink: M
     ]
     if findings:
         for finding in findings:
-            sink.emit(finding.to_event())
+            sink.emit(finding.to_event(played.fault_of(finding.request_id) if finding.request_id is not None else None))
         frame = sink.frame(_JUDGED_COLUMNS)
     facts = RunFacts(
         fingerprint=sink.fingerprint(),

@@ -89,6 +89,16 @@ class TimingPreset:
     """Which public numbers it comes from, and how."""
 
 
+_LLAMA_8B: Final = (
+    "A roofline, not a measurement, of Llama 3.1 8B in BF16 with TP {gpus} on {gpus} x H100 SXM (data sheet: 989 "
+    "TFLOP/s dense BF16, 3.35 TB/s HBM3 per GPU). Prefill: 2 x 8.03e9 FLOP per token, and 32 layers x 4 x 4,096 x "
+    "16.4k / 2 for attention at the mean context of the public Mooncake conversation trace, 24.7 GFLOP, at 45 % of "
+    "{flops} PFLOP/s is {prefill} us, {rate} tokens/s. Fixed: 16.1 GB of weights at 75 % of the HBM rate ({bandwidth} "
+    "TB/s) is {weights} ms, and 3 ms for 64 all-reduces and launches, {fixed} ms. KV: 131,072 B per token at the same "
+    "rate is {kv} ns. 20 us per decoding request for its share of the products and for sampling."
+)
+
+
 TIMING_PRESETS: Final[dict[str, TimingPreset]] = {
     "llama-70b-8xh100": TimingPreset(
         timing=StepTiming(
@@ -104,6 +114,30 @@ TIMING_PRESETS: Final[dict[str, TimingPreset]] = {
             "PFLOP/s is 39.7 us, 25,000 tokens/s. Fixed: 141 GB of weights at 75 % of 26.8 TB/s is 7.0 ms, and 3 ms "
             "for 160 all-reduces and launches. KV: 327,680 B per token at the same 20.1 TB/s is 16.3 ns. 20 us per "
             "decoding request for its share of the products and for sampling."
+        ),
+    ),
+    "llama-8b-4xh100": TimingPreset(
+        timing=StepTiming(
+            name="llama-8b-4xh100",
+            fixed_ns=4_600_000,
+            per_prefill_token_ps=13_900_000,
+            per_request_ns=20_000,
+            per_kv_token_ps=13_000,
+        ),
+        source=_LLAMA_8B.format(
+            gpus=4, flops="4.0", prefill="13.9", rate="72,000", weights="1.6", bandwidth="10.1", fixed="4.6", kv="13.0"
+        ),
+    ),
+    "llama-8b-2xh100": TimingPreset(
+        timing=StepTiming(
+            name="llama-8b-2xh100",
+            fixed_ns=6_200_000,
+            per_prefill_token_ps=27_700_000,
+            per_request_ns=20_000,
+            per_kv_token_ps=26_000,
+        ),
+        source=_LLAMA_8B.format(
+            gpus=2, flops="2.0", prefill="27.7", rate="36,000", weights="3.2", bandwidth="5.0", fixed="6.2", kv="26.0"
         ),
     ),
     "deepseek-v3-8xh800": TimingPreset(

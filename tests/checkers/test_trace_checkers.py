@@ -14,6 +14,7 @@ from kvreplay.checkers.no_fatal import check_no_fatal
 from kvreplay.checkers.null_block import check_null_block
 from kvreplay.checkers.output_equal import check_output_equal
 from kvreplay.checkers.progress import check_progress
+from kvreplay.checkers.rank_agree import check_rank_agree
 from kvreplay.checkers.trace_checkers import TRACE_CHECKERS, check_trace
 from kvreplay.events import DETAIL_BLOCKS, DETAIL_RUN, Event
 
@@ -241,6 +242,37 @@ def test_the_same_request_may_get_its_block_again(frame_of: FrameOf) -> None:
 def test_placeholders_have_no_owner(frame_of: FrameOf) -> None:
     frame = frame_of(blocks("allocated", 1, "r1", [0]), sending("started", 2), blocks("allocated", 4, "r2", [0]))
     assert not check_fence(frame)
+
+
+# -- RANK-AGREE -----------------------------------------------------------------------------------------------
+
+
+def pull(kind: str, time_ns: int, rank: int, status: str | None = None) -> Event:
+    return Event(f"pull.{kind}", time_ns, "D0", request_id="r1", transfer_id="t", rank=rank, status=status)
+
+
+COMPLETE = Event("load.finished", 6, "D0", request_id="r1", num_tokens=8)
+
+
+def test_a_load_is_complete_when_every_rank_has_its_part(frame_of: FrameOf) -> None:
+    settled = [pull("settled", 3, 0, "ok"), pull("settled", 5, 1, "ok")]
+    assert not check_rank_agree(frame_of(pull("sent", 1, 0), pull("sent", 1, 1), *settled, COMPLETE))
+
+
+def test_it_is_not_while_a_pull_is_open(frame_of: FrameOf) -> None:
+    frame = frame_of(
+        pull("sent", 1, 0), pull("sent", 1, 1), pull("settled", 3, 0, "ok"), COMPLETE, pull("settled", 9, 1)
+    )
+    assert said(check_rank_agree(frame)) == [("D0", "r1", "complete though pull 1 of it is still open")]
+
+
+def test_it_is_not_if_a_rank_has_failed_unheard(frame_of: FrameOf) -> None:
+    events = [pull("sent", 1, 0), pull("sent", 1, 1), pull("settled", 3, 0, "failed"), pull("settled", 4, 1, "ok")]
+    assert said(check_rank_agree(frame_of(*events, COMPLETE))) == [
+        ("D0", "r1", "complete though pull 0 of it has failed")
+    ]
+    heard = Event("load.failed", 5, "D0", request_id="r1", num_tokens=8)
+    assert not check_rank_agree(frame_of(*events, heard, COMPLETE))
 
 
 # -- all together ---------------------------------------------------------------------------------------------

@@ -36,7 +36,13 @@ def test_what_roles_share_is_written_once() -> None:
 
 
 def test_presets_of_the_project() -> None:
-    assert preset_names() == ["mooncake-1p1d", "mooncake-4p4d", "single", "single-overloaded"]
+    assert preset_names() == [
+        "mooncake-1p1d",
+        "mooncake-4p4d",
+        "mooncake-4p4d-tp4-tp2",
+        "single",
+        "single-overloaded",
+    ]
     assert packaged_names("configs", ".toml") == preset_names()
     assert (packaged_folder("configs") / "single.toml").is_file()
 
@@ -60,6 +66,7 @@ def test_model_presets_say_their_source() -> None:
     sizes = {name: preset.groups[0].bytes_per_token for name, preset in MODEL_PRESETS.items()}
     assert sizes == {
         "llama-70b": 80 * 8 * 128 * 2 * 2,
+        "llama-8b": 32 * 8 * 128 * 2 * 2,
         "deepseek-mla": 61 * 576 * 2,
         "gemma-hybrid": 10 * 16 * 128 * 2 * 2,
         "qwen-gdn-hybrid": 12 * 2 * 256 * 2 * 2,
@@ -117,8 +124,12 @@ def _dump(document: object) -> str:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("topology.tp", "2", "topology.tp: only 1 is modelled so far, got 2"),
-        ("topology.pp", "2", "topology.pp: only 1 is modelled so far, got 2"),
+        ("topology.tp", "2", "topology.tp, topology.pp: ranks of an instance are modelled with mooncake only so far"),
+        ("topology.pp", "2", "topology.tp, topology.pp: ranks of an instance are modelled with mooncake only so far"),
+        ("topology.dp", "2", "topology.dp: only 1 is modelled so far, got 2"),
+        ("topology.tp", "0", "topology.tp must be in [1, 64], got 0"),
+        ("topology.tp", "65", "topology.tp must be in [1, 64], got 65"),
+        ("model.num_kv_heads", "0", "model.num_kv_heads must be > 0, got 0"),
         ("topology.instances", "-1", "topology.instances must be in [0, 1024], got -1"),
         ("cache.num_gpu_blocks", "1", "cache.num_gpu_blocks must be >= 2, got 1"),
         ("cache.num_gpu_blocks", "99999999", "cache.num_gpu_blocks must be <= 16777216, got 99999999"),

@@ -135,7 +135,11 @@ def test_set_values_take_the_fields_type() -> None:
         ("scheduler.watermark=nan", "nan is out of range"),
         ("scheduler.enable_chunked_prefill=1", "expected true or false, got '1'"),
         ("kv.check=of", "expected one of on, off, every-read, got 'of'; did you mean 'off'?"),
-        ("timing.preset=h100", "timing.preset: no preset 'h100'; known are llama-70b-8xh100, deepseek-v3-8xh800"),
+        (
+            "timing.preset=h100",
+            "timing.preset: no preset 'h100'; known are llama-70b-8xh100, llama-8b-4xh100, llama-8b-2xh100, "
+            "deepseek-v3-8xh800",
+        ),
         ("connector.num_workers=0", "connector.num_workers must be > 0, got 0"),
         ("connector.abort_timeout=1", "unknown key; did you mean 'connector.abort_request_timeout'?"),
         ("decode.cache.num_gpu_blocks=1", "cache.num_gpu_blocks must be >= 2, got 1"),

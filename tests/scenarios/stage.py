@@ -55,6 +55,7 @@ UNEVEN_TIMING = StepTiming(
 
 
 Check = Literal["on", "off", "every-read"]
+Sizes = tuple[int, int]
 
 # -- the cluster ----------------------------------------------------------------------------------------------
 
@@ -80,12 +81,26 @@ def single(decode: RoleConfig | None = None, *, check: Check = "on") -> ReplayCo
 
 
 def pair(
-    *, prefill: RoleConfig | None = None, decode: RoleConfig | None = None, check: Check = "on", **mooncake: float
+    *,
+    prefill: RoleConfig | None = None,
+    decode: RoleConfig | None = None,
+    check: Check = "on",
+    ranks: tuple[Sizes, Sizes] = ((1, 1), (1, 1)),
+    **mooncake: float,
 ) -> ReplayConfig:
-    """One prefill and one decode instance, P0 and D0."""
+    """One prefill and one decode instance, P0 and D0. `ranks`: tensor and pipeline parallel sizes of either."""
     connector = ConnectorConfig(kind="mooncake", options=MooncakeConfig(**mooncake))  # type: ignore[arg-type]
     roles: dict[Role, RoleConfig] = {"prefill": prefill or role(), "decode": decode or role()}
-    return _cluster(roles, TopologyConfig(prefill=1, decode=1), connector, check)
+    (prefill_tp, prefill_pp), (decode_tp, decode_pp) = ranks
+    topology = TopologyConfig(
+        prefill=1,
+        decode=1,
+        prefill_tp=prefill_tp,
+        prefill_pp=prefill_pp,
+        decode_tp=decode_tp,
+        decode_pp=decode_pp,
+    )
+    return _cluster(roles, topology, connector, check)
 
 
 def _cluster(

@@ -58,7 +58,18 @@ class ShardedBuffers(KVBuffers):
         return whole
 
     def write_blocks(self, group: int, block_ids: AnyBlockIds, words: WordArray) -> None:
+        """Most writes bring one rank's part of each row: what is known to be wrong with the rest stays known."""
+        ids = np.asarray(block_ids, np.int64)
         parts = np.split(words, len(self._groups), axis=1)
-        super().write_blocks(group, block_ids, parts[0])
+        self._put(ids, parts[0])
         for plane, part in zip(self._others, parts[1:], strict=True):
-            plane.write_blocks(group, block_ids, part)
+            plane._put(ids, part)
+
+    def begin_load(self, block_ids: BlockIds) -> None:
+        if self.provenance or self.derived or self.reported:
+            self._forget_history(block_ids)
+
+
+def make_buffers(num_blocks: int, block_size: int, shares: Sequence[int]) -> KVBuffers:
+    """Buffers for rows of these shares (`Sharding.row_shares`)."""
+    return KVBuffers(num_blocks, block_size) if shares == (0,) else ShardedBuffers(num_blocks, block_size, shares)
