@@ -1,7 +1,7 @@
 """CONSERVATION: every block is free or held, once. Recounted from scratch, trusting no counter."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -35,6 +35,8 @@ class PoolSnapshot:
     """The prefix-cache key that each block holds, or `NO_KEY`."""
     first_blocks: IdArray
     """The prefix cache: key → the block that a lookup finds, 0 for none."""
+    more_keys: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Block → keys that it holds beside the one in `keys`: prefixes that end inside it."""
     tables: Sequence[tuple[str, IdArray]]
     """Every holder with its blocks, one reference each: requests that run or are parked, and finished ones
     whose blocks a transfer still pins. Null blocks in a table count for nothing."""
@@ -49,6 +51,7 @@ def snapshot_of(kv: KVCacheManager) -> PoolSnapshot:
         ref_counts=pool.ref_counts,
         keys=pool.keys,
         first_blocks=pool._first,  # a recount looks inside on purpose
+        more_keys=pool._more_keys,
         tables=[(name, table.ids) for manager in kv.managers for name, table in manager.tables.items()],
     )
 
@@ -143,7 +146,8 @@ def _check_cache(snapshot: PoolSnapshot, *, whole: bool) -> _Breaches:
     named = first_blocks[known]
     holds = (named > 0) & (named < snapshot.num_blocks)
     holds[holds] = keys[named[holds]] == known[holds]
-    for key in known[~holds][:MAX_FINDINGS_PER_LAW].tolist():
+    unheld = [key for key in known[~holds].tolist() if key not in snapshot.more_keys.get(int(first_blocks[key]), ())]
+    for key in unheld[:MAX_FINDINGS_PER_LAW]:
         yield int(first_blocks[key]), f"the cache names it for key {key}, which it does not hold"
     holding = np.flatnonzero(keys != NO_KEY)
     held_keys = keys[holding]
@@ -152,6 +156,10 @@ def _check_cache(snapshot: PoolSnapshot, *, whole: bool) -> _Breaches:
     lost[inside] = first_blocks[held_keys[inside]] == NULL_BLOCK_ID
     for block_id in holding[lost][:MAX_FINDINGS_PER_LAW].tolist():
         yield block_id, f"holds key {int(keys[block_id])}, which the cache does not know"
+    more = [(block_id, key) for block_id, others in snapshot.more_keys.items() for key in others]
+    lost_too = [(block_id, key) for block_id, key in more if key >= first_blocks.size or not first_blocks[key]]
+    for block_id, key in lost_too[:MAX_FINDINGS_PER_LAW]:
+        yield block_id, f"holds key {key}, which the cache does not know"
 
 
 def _check_null(snapshot: PoolSnapshot) -> _Breaches:

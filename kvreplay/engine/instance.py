@@ -17,7 +17,8 @@ from kvreplay.engine.log import EngineLog
 from kvreplay.engine.output import ModelRunnerOutput, RequestOutput, SchedulerOutput
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.scheduler import Scheduler
-from kvreplay.engine.worker import LateWrite, WorkerModel, WrongBlock
+from kvreplay.engine.suspects import WrongBlock
+from kvreplay.engine.worker import LateWrite, WorkerModel
 from kvreplay.errors import EngineFatal
 from kvreplay.events import DETAIL_STEPS, Event
 from kvreplay.ids import NS_PER_MS
@@ -296,6 +297,8 @@ class Instance:
         """Connector work starts with the step; what its shares compute is written at once. Returns how long the
         connector holds up the step; FOREVER_NS or more: for good."""
         held_up_ns = 0
+        if self._model is not None:
+            self._model.prepare(out)
         if self._workers is not None and out.kv_connector_metadata is not None:
             now = self._loop.now_ns
             until_ns = self._workers.start_load_kv(out.kv_connector_metadata, now + duration_ns)
@@ -371,7 +374,7 @@ class Instance:
     def _report_findings(self, outputs: list[RequestOutput]) -> None:
         model, findings = self._model, self._findings
         assert model is not None
-        if findings is None or not (model.has_suspects or model.late_writes):
+        if findings is None or not model.has_findings:
             return
         emitted = [output.request.request_id for output in outputs if output.token_ids]
         wrong = model.commit(emitted, self.scheduler.skipped)

@@ -131,6 +131,7 @@ class Recovery:
         """What it has read wrong is computed again, and so is what it wrote after that."""
         request.taint = 0
         request.tainted_by = None
+        request.clean_until = 0  # what it is left with is looked at once more
 
     def note_failed_load(
         self, request: Request, promised: int, kept: int, level: str, block_ids: list[int] | None

@@ -146,7 +146,7 @@ class Request:
         """0, or a digest of what wrong contents it has read: everything it writes from then on is wrong too."""
 
         self.tainted_by: Any = None
-        """The first wrong block that it read (engine.worker.WrongBlock)."""
+        """Where that began (engine.suspects.Origin)."""
         self.output_taint = 0
         """0, or its taint when it first sampled a token from wrong contents: its output is wrong from then on."""
 

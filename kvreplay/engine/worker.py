@@ -1,13 +1,13 @@
 """The worker model: executes a step against the KV buffers, and finds what was read wrong.
 
-Order within a step: all writes, then all reads. A request's positions are verified once, when they enter its table
-(a prefix hit, a finished load); what it then writes itself is right as long as what it read was. Blocks that someone
+Order within a step: zeroing, copies, synchronous loads, all writes, then all reads. A request's positions are verified
+once, when they enter its table (a prefix hit, a finished load), in each group those that the next token attends to;
+what it then writes itself is right as long as what it read was. Blocks that someone
 else writes while they are in use are verified again. A decoding request's words are written when it stops decoding,
 or earlier if anybody could see them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,25 +16,16 @@ from numpy.typing import NDArray
 from kvreplay.engine.output import SchedulerOutput, Share
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.scheduler import Scheduler
+from kvreplay.engine.suspects import Origin, Suspect, Suspects, WrongBlock
+from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.buffers import KVBuffers
 from kvreplay.kv.content import WordArray
 from kvreplay.kv.memory import BlockIds as AnyBlockIds
 from kvreplay.kv.memory import Provenance
+from kvreplay.kv.specs import MAMBA, KVCacheGroupSpec
 
 _NO_LOAD = -1
-
-
-class WrongBlock(NamedTuple):
-    """A block whose wrong contents were read and then mattered."""
-
-    block_id: int
-    group: int
-    request_id: str
-    """Who read it first."""
-    position: int
-    """The first wrong position in it."""
-    provenance: Provenance | None
 
 
 class LateWrite(NamedTuple):
@@ -47,14 +38,6 @@ class LateWrite(NamedTuple):
     provenance: Provenance | None
 
 
-@dataclass(slots=True)
-class _Suspect:
-    request: Request
-    wrong: list[WrongBlock]
-    is_hit: bool
-    """Read by hitting a block that somebody else left in the cache: a finding whether or not a token follows."""
-
-
 class WorkerModel:
     """One rank's forward passes.
 
@@ -65,12 +48,14 @@ class WorkerModel:
         self.scheduler = scheduler
         self.buffers = buffers
         self.every_read = every_read
-        self._suspects: list[_Suspect] = []
+        self._suspects = Suspects()
+        self._null_writes: list[WrongBlock] = []
+        self._reads_from = [_first_read(spec) for spec in scheduler.kv.groups]
         self.late_writes: list[LateWrite] = []
         self.before_late_write: Callable[[], None] | None = None
         """Brings the scheduler up to this instant: words that were computed before must have been written before."""
         self.num_derived = 0
-        self._loading = np.full(len(buffers.words), _NO_LOAD, np.int64)
+        self._loading = np.full(buffers.num_blocks, _NO_LOAD, np.int64)
         """Block → arrival order of the parked request that a connector is loading it for."""
         self.on_late_write: Callable[[], None] | None = None
         """Called before a write lands in blocks that nobody loads: whoever skips steps comes up to date."""
@@ -88,6 +73,13 @@ class WorkerModel:
 
     # -- a step -----------------------------------------------------------------------------------------------
 
+    def prepare(self, out: SchedulerOutput) -> None:
+        """What happens to whole blocks before anything is loaded or computed."""
+        if out.blocks_to_zero:
+            self.buffers.zero(out.blocks_to_zero)
+        for source, target in out.block_copies:
+            self.buffers.copy_block(source, target)
+
     def execute(self, out: SchedulerOutput) -> None:
         """Write and read what the step's shares compute; lockstep members write later and have nothing new to read."""
         if self._rewritten or self.every_read:
@@ -98,12 +90,13 @@ class WorkerModel:
             self._read(share)
 
     def _write(self, request: Request, start: int, end: int) -> None:
+        buffers, taint = self.buffers, request.taint
         for group, table in enumerate(self.scheduler.kv.block_arrays(request.request_id)):
-            self.buffers.write(table, request.content, group, start, end, request.taint)
-            if request.taint:
-                self._mark_derived(
-                    table[start // self.buffers.block_size : -(-end // self.buffers.block_size)], request
-                )
+            if buffers.write(table, request.content, group, start, end, taint):
+                self._null_writes.append(WrongBlock(NULL_BLOCK_ID, group, request.request_id, start, None, True))
+            if taint:
+                first, last = buffers.rows_of(group).places(start, end)
+                buffers.origins.update(dict.fromkeys(table[first:last].tolist(), request.tainted_by))
         request.written_until = end
 
     def _read(self, share: Share) -> None:
@@ -111,82 +104,80 @@ class WorkerModel:
         request = share.request
         known = min(request.clean_until, share.start)
         if known < share.start:
-            live = max(known, self._first_live(share.start))
-            if live < share.start:
-                self._verify(request, live, share.start, is_hit=share.admitted and share.num_local_tokens > 0)
+            num_hit_tokens = share.num_local_tokens if share.admitted else 0
+            self._verify(request, known, share.start, num_hit_tokens=num_hit_tokens, share=share)
         request.clean_until = share.end
 
-    def _first_live(self, num_computed_tokens: int) -> int:
-        return min(manager.skipped_tokens(num_computed_tokens) for manager in self.scheduler.kv.managers)
-
-    def _verify(self, request: Request, start: int, end: int, *, is_hit: bool) -> None:
-        if self._hits_output(request, start, end):
+    def _verify(
+        self, request: Request, start: int, end: int, *, num_hit_tokens: int = 0, share: Share | None = None
+    ) -> None:
+        """Look at what the token at `end` attends to of [start, end). `share`: what is computed from that now."""
+        if self._hits_output(request, end):
             self._flush_members()
+        found = []
         for group, table in enumerate(self.scheduler.kv.block_arrays(request.request_id)):
-            first = max(start, self.scheduler.kv.managers[group].skipped_tokens(end))
-            positions = self.buffers.wrong_positions(table, request.content, group, first, end)
-            if positions is not None:
-                self._suspect(request, group, table, positions, is_hit=is_hit)
+            first = max(start, self._reads_from[group](end))
+            if first < end and self._is_comparable(request, group):
+                positions = self.buffers.wrong_positions(table, request.content, group, first, end)
+                if positions is not None:
+                    found.append((group, table, positions))
+        for group, table, positions in found:
+            self._suspect(request, group, table, positions, num_hit_tokens)
+        if found and share is not None:
+            # What it has computed in this step is wrong, too.
+            self._write(request, share.start, share.end)
 
-    def _hits_output(self, request: Request, start: int, end: int) -> bool:
-        """Whether a full block of [start, end) may be somebody's output, and so not written yet."""
-        return end // self.buffers.block_size > request.content.first_output_block
+    def _is_comparable(self, request: Request, group: int) -> bool:
+        """What no cache holds is computed again behind a hit, unless a load has brought it."""
+        if self.scheduler.kv.groups[group].prefix_cacheable:
+            return True
+        return self.scheduler.loads_every_group and request.num_external_tokens > 0 and not request.failed_load_end
+
+    def _hits_output(self, request: Request, end: int) -> bool:
+        """Whether a full block before `end` may be somebody's output, and so not written yet."""
+        return end // self.scheduler.kv.rules.hash_block_size > request.content.first_output_block
 
     def _suspect(
-        self, request: Request, group: int, table: BlockIds, positions: NDArray[np.int64], *, is_hit: bool
+        self, request: Request, group: int, table: BlockIds, positions: NDArray[np.int64], num_hit_tokens: int
     ) -> None:
-        """`request` has read wrong words: what it writes from now on is wrong, also what it wrote in this step."""
+        """`request` has read wrong words: what it writes from now on is wrong."""
         buffers = self.buffers
-        request.taint ^= buffers.taint_of(table, positions)
+        request.taint ^= buffers.taint_of(table, positions, group)
         request.taint |= 1
-        wrong = []
-        for index in np.unique(positions // buffers.block_size).tolist():
+        hits: list[tuple[Origin, WrongBlock]] = []
+        others: list[tuple[Origin, WrongBlock]] = []
+        places = positions // buffers.rows_of(group).block_size
+        for index in np.unique(places).tolist():
             block_id = int(table[index])
-            first = int(positions[positions // buffers.block_size == index][0])
-            if block_id in buffers.derived:
+            first = int(positions[places == index][0])
+            seen = WrongBlock(block_id, group, request.request_id, first, buffers.provenance.get(block_id))
+            origin = buffers.origins.get(block_id) if block_id else None
+            if origin is None:
+                origin = Origin(seen)
+                if block_id:
+                    buffers.origins[block_id] = origin
+            assert isinstance(origin, Origin)
+            if origin.wrong.block_id != block_id:
                 self.num_derived += 1
-                continue
-            wrong.append(WrongBlock(block_id, group, request.request_id, first, buffers.provenance.get(block_id)))
-        request.tainted_by = request.tainted_by or (wrong[0] if wrong else None)
-        self._suspects.append(_Suspect(request, wrong, is_hit))
-        start = request.num_computed_tokens - request.num_in_flight_tokens
-        if request.lockstep_since is None and request.num_in_flight_tokens:
-            self._write(request, start, request.num_computed_tokens)
-
-    def _mark_derived(self, block_ids: BlockIds, request: Request) -> None:
-        source = request.tainted_by.block_id if request.tainted_by is not None else 0
-        for block_id in block_ids.tolist():
-            self.buffers.derived[block_id] = source
+            request.tainted_by = request.tainted_by or origin
+            (hits if first < num_hit_tokens else others).append((origin, seen))
+        for wrong, is_hit in ((hits, True), (others, False)):
+            if wrong:
+                self._suspects.add(Suspect(request, wrong, is_hit))
 
     @property
-    def has_suspects(self) -> bool:
-        """Whether wrong words have been read of which it is not yet known if they matter."""
-        return bool(self._suspects)
+    def has_findings(self) -> bool:
+        """Whether `commit` or `late_writes` may have something to tell."""
+        return bool(self._suspects or self._null_writes or self.late_writes)
 
     # -- findings ---------------------------------------------------------------------------------------------
 
     def commit(self, emitted: Iterable[str], skipped: Sequence[str]) -> list[WrongBlock]:
         """After the step's update: wrong reads that led to a token, or were hits. A dropped sample leads to nothing."""
+        null_writes, self._null_writes = self._null_writes, []
         if not self._suspects:
-            return []
-        has_token = set(emitted)
-        dropped = set(skipped)
-        findings: list[WrongBlock] = []
-        waiting: list[_Suspect] = []
-        for suspect in self._suspects:
-            request = suspect.request
-            if request.request_id in dropped:
-                continue
-            if request.request_id not in has_token and not suspect.is_hit:
-                if not request.status.is_finished:
-                    waiting.append(suspect)
-                continue
-            for wrong in suspect.wrong:
-                if wrong.block_id not in self.buffers.reported:
-                    self.buffers.reported.add(wrong.block_id)
-                    findings.append(wrong)
-        self._suspects = waiting
-        return findings
+            return null_writes
+        return null_writes + self._suspects.commit(dict.fromkeys(emitted), skipped)
 
     # -- lockstep ---------------------------------------------------------------------------------------------
 
@@ -217,6 +208,7 @@ class WorkerModel:
             loaded = table[local // manager.block_size :]
             self._loading[loaded] = request.arrival_order
             self.buffers.begin_load(loaded)
+        self._loading[NULL_BLOCK_ID] = _NO_LOAD
         request.is_loading = True
 
     def _on_promoted(self, request: Request) -> None:
@@ -264,7 +256,7 @@ class WorkerModel:
 
     def mark_corrupted(self, block_id: int, provenance: Provenance) -> None:
         self.buffers.provenance[block_id] = provenance
-        self.buffers.reported.discard(block_id)
+        self.buffers.origins.pop(block_id, None)
 
     def _owner_of(self, block_id: int) -> str | None:
         for request_id in self.scheduler.requests:
@@ -295,7 +287,20 @@ class WorkerModel:
                 continue
             before = request.taint
             if not before:
-                self._verify(request, self._first_live(end), end, is_hit=False)
+                self._verify(request, 0, end, share=share)
             if request.taint and not before and request.lockstep_since is not None:
                 # It writes wrong words from this step on: let it do so openly.
                 self.scheduler.materialise_member(request, out)
+
+
+def _first_read(spec: KVCacheGroupSpec) -> Callable[[int], int]:
+    """Number of tokens before a token → the first of them that it attends to. Of Mamba: whose state it goes on from."""
+    if spec.kind == MAMBA:
+        return lambda num_tokens: num_tokens - 1
+    if spec.sliding_window is not None:
+        reach = spec.sliding_window - 1
+        return lambda num_tokens: max(num_tokens - reach, 0)
+    if spec.attention_chunk_size is not None:
+        chunk = spec.attention_chunk_size
+        return lambda num_tokens: num_tokens // chunk * chunk
+    return lambda num_tokens: 0

@@ -4,92 +4,77 @@ A word is the fingerprint of (prefix, position, group). Whoever computes a token
 a wrong word too. Nothing here knows requests: the worker model says who writes and reads what.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.block_rows import BlockRows, Positions, rows_of_groups, words_per_block
 from kvreplay.kv.content import Content, WordArray
 from kvreplay.kv.memory import BlockIds as AnyBlockIds
 from kvreplay.kv.memory import Provenance
+from kvreplay.kv.specs import KVCacheGroupSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+GROUPS_PER_SHARE: Final = 1 << 10
+"""A share of the heads has its own words, as a group has: share s of group g counts as group g + s * this."""
 _GROUP_STEP = 0x9E3779B97F4A7C15
 _TAINT_STEP = 0xD1B54A32D192ED03
 _MASK = (1 << 64) - 1
 
 
 class KVBuffers:
-    """The blocks of one rank, over all groups: `tensor` has shape [num_blocks, block_size], int64.
+    """The blocks of one rank, over all groups: `tensor` has shape [num_blocks, words of the widest group], int64.
 
-    Fresh memory holds zeros, which are nobody's contents.
+    `blocks`: the groups, or the block size that any group has. Fresh memory holds zeros, which are nobody's contents.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, blocks: int | Sequence[KVCacheGroupSpec]) -> None:
         import torch
 
         torch.set_num_threads(1)
-        self.block_size = block_size
-        self.tensor: Tensor = torch.zeros((num_blocks, block_size), dtype=torch.int64)
+        width = blocks if isinstance(blocks, int) else max(words_per_block(spec) for spec in blocks)
+        self.num_blocks = num_blocks
+        self.tensor: Tensor = torch.zeros((num_blocks, width), dtype=torch.int64)
         self.words: WordArray = self.tensor.numpy().view(np.uint64)
-        # A block as one item: numpy then copies whole blocks instead of word after word.
-        self._row = np.dtype((np.void, 8 * block_size))
-        self._rows = self.words.view(self._row).ravel()
+        self.rows: list[BlockRows] = (
+            [BlockRows(self.words, blocks)] if isinstance(blocks, int) else rows_of_groups(self.words, blocks)
+        )
+        self._is_uniform = isinstance(blocks, int)
         self.provenance: dict[int, Provenance] = {}
         """Blocks whose words a fault has changed, or that were written by someone without the right to."""
-        self.derived: dict[int, int] = {}
-        """Blocks written by someone who had read wrong contents → the block that was wrong first."""
-        self.reported: set[int] = set()
-        """Wrong blocks that a finding has named; forgotten when they are written again."""
+        self.origins: dict[int, object] = {}
+        """Blocks that somebody has read wrong contents from, or has written after that → where it began."""
+
+    def rows_of(self, group: int) -> BlockRows:
+        return self.rows[0 if self._is_uniform else group % GROUPS_PER_SHARE]
 
     # -- computed tokens --------------------------------------------------------------------------------------
 
-    def write(self, table: BlockIds, content: Content, group: int, start: int, end: int, taint: int = 0) -> None:
-        """Tokens [start, end) are computed into the blocks of `table`; wrongly if `taint` is not 0."""
+    def write(self, table: BlockIds, content: Content, group: int, start: int, end: int, taint: int = 0) -> bool:
+        """Tokens [start, end) are computed into the blocks of `table`; wrongly if `taint` is not 0.
+
+        Returns whether the null block was among them.
+        """
         words = self._expected(content, group, start, end)
         if taint:
             words = words + np.uint64(taint * _TAINT_STEP & _MASK | 1)
-        size = self.block_size
-        first, last = start // size, -(-end // size)
-        head, tail = start % size, end % size
-        if self.provenance or self.derived or self.reported:
-            # A block that is only written on keeps what is wrong before that.
-            self._forget_history(table[first + 1 if head else first : last])
-        if head or tail:
-            if last - first == 1:
-                self.words[table[first], head : head + len(words)] = words
-                return
-            if head:
-                self.words[table[first], head:] = words[: size - head]
-                words = words[size - head :]
-                first += 1
-            if tail:
-                last -= 1
-                self.words[table[last], :tail] = words[len(words) - tail :]
-                words = words[: len(words) - tail]
-        if first < last:
-            self._rows[table[first:last]] = words.view(self._row)
+        rows = self.rows_of(group)
+        if self.provenance or self.origins:
+            first, last = rows.renewed(start, end)
+            self._forget_history(table[first:last])
+        return rows.put(table, words, start, end)
 
-    def wrong_positions(
-        self, table: BlockIds, content: Content, group: int, start: int, end: int
-    ) -> NDArray[np.int64] | None:
+    def wrong_positions(self, table: BlockIds, content: Content, group: int, start: int, end: int) -> Positions | None:
         """Positions in [start, end) whose words are not what right contents give; None if all are right."""
-        expected = self._expected(content, group, start, end)
-        first, last = start // self.block_size, -(-end // self.block_size)
-        found = self._rows.take(table[first:last]).view(np.uint64)
-        head = start - first * self.block_size
-        differs = found[head : head + (end - start)] != expected
-        if not differs.any():
-            return None
-        positions: NDArray[np.int64] = differs.nonzero()[0] + start
-        return positions
+        return self.rows_of(group).differing(table, self._expected(content, group, start, end), start, end)
 
-    def taint_of(self, table: BlockIds, positions: NDArray[np.int64]) -> int:
+    def taint_of(self, table: BlockIds, positions: Positions, group: int = 0) -> int:
         """A digest of the wrong words at these positions, never 0."""
-        words = self.words[table[positions // self.block_size], positions % self.block_size]
+        words = self.rows_of(group).at(table, positions)
         mixed = np.bitwise_xor.reduce(words * (positions.astype(np.uint64) * np.uint64(2) + np.uint64(1)))
         return int(mixed) | 1
 
@@ -102,25 +87,38 @@ class KVBuffers:
 
     def _forget_history(self, block_ids: BlockIds) -> None:
         for block_id in block_ids.tolist():
-            self.reported.discard(block_id)
+            self.origins.pop(block_id, None)
             self.provenance.pop(block_id, None)
-            self.derived.pop(block_id, None)
 
-    # -- transfers --------------------------------------------------------------------------------------------
+    # -- whole blocks -----------------------------------------------------------------------------------------
 
     def read_blocks(self, group: int, block_ids: AnyBlockIds) -> WordArray:
-        """The blocks' words now, as a copy of shape [number of blocks, block size]."""
-        copy: WordArray = self._rows.take(np.asarray(block_ids, np.int64)).view(np.uint64)
-        return copy.reshape(-1, self.block_size)
+        """The blocks' words now, as a copy of shape [number of blocks, words of the group's block]."""
+        return self.rows_of(group).read(np.asarray(block_ids, np.int64))
 
     def write_blocks(self, group: int, block_ids: AnyBlockIds, words: WordArray) -> None:
         ids = np.asarray(block_ids, np.int64)
-        self._put(ids, words)
-        if self.provenance or self.derived or self.reported:
+        self._put(group, ids, words)
+        if self.provenance or self.origins:
             self._forget_history(ids)
 
     def begin_load(self, block_ids: BlockIds) -> None:
         """A transfer into these blocks begins: whole rows arrive, so there is nothing to prepare."""
 
-    def _put(self, block_ids: NDArray[np.int64], words: WordArray) -> None:
-        self._rows[block_ids] = np.ascontiguousarray(words).view(self._row).ravel()
+    def _put(self, group: int, block_ids: BlockIds, words: WordArray) -> None:
+        self.rows_of(group).overwrite(block_ids, words)
+
+    def zero(self, block_ids: AnyBlockIds) -> None:
+        """Blocks of any group are emptied, so that nobody reads what an earlier owner has left in them."""
+        ids = np.asarray(block_ids, np.int64)
+        self.words[ids] = 0
+        self._forget_history(ids)
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Whatever is in it, and whoever is to blame for that."""
+        self.words[target] = self.words[source]
+        self._forget_history(np.array([target], np.int64))
+        if source in self.provenance:
+            self.provenance[target] = self.provenance[source]
+        if source in self.origins:
+            self.origins[target] = self.origins[source]

@@ -13,7 +13,7 @@ from kvreplay.connectors.mooncake.plan import HeadLayout
 from kvreplay.connectors.mooncake.sharding import Sharding
 from kvreplay.engine.config import CacheConfig, SchedulerConfig
 from kvreplay.errors import ConfigError
-from kvreplay.kv.specs import CHUNKED_LOCAL, MAMBA, SLIDING_WINDOW, KVCacheGroupSpec, resolve_block_sizes
+from kvreplay.kv.specs import CHUNKED_LOCAL, MAMBA, KVCacheGroupSpec, resolve_block_sizes
 from kvreplay.replay.network import LinkTiming
 from kvreplay.replay.timing import StepTiming
 
@@ -60,12 +60,6 @@ class ModelConfig:
         sizes = resolve_block_sizes(self.groups)
         if any(group.kind == CHUNKED_LOCAL and group.block_size != sizes.scheduler for group in self.groups):
             raise ConfigError("model.groups: beside chunked_local, every group must have its block_size")
-
-    @property
-    def has_checkable_contents(self) -> bool:
-        """Whether KV buffers are modelled for it."""
-        (first, *others) = self.groups
-        return not others and (first.is_full_attention or first.kind == SLIDING_WINDOW) and first.tokens_per_state == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,10 +193,6 @@ class ReplayConfig:
         if self.connector.kind != "none" and len(self.model.groups) > 1:
             raise ConfigError(
                 f"connector.kind: {self.connector.kind} moves one KV cache group so far, got {len(self.model.groups)}"
-            )
-        if self.kv.check != "off" and not self.model.has_checkable_contents:
-            raise ConfigError(
-                "kv.check: contents of one group of full attention or sliding windows only; set it to off"
             )
         if self.connector.kind == "mooncake" and not self.topology.is_disaggregated:
             raise ConfigError("connector.kind: mooncake needs topology.prefill and topology.decode")

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from kvreplay.checkers.conservation import check_conservation, check_drained, snapshot_of
-from kvreplay.checkers.finding import CONTENT, FENCE, Finding
+from kvreplay.checkers.finding import CONTENT, FENCE, NULL_BLOCK, Finding
 from kvreplay.engine.instance import Instance
-from kvreplay.engine.worker import LateWrite, WrongBlock
+from kvreplay.engine.suspects import WrongBlock
+from kvreplay.engine.worker import LateWrite
 from kvreplay.events import EventSink
-from kvreplay.ids import NS_PER_S
+from kvreplay.ids import NS_PER_S, NULL_BLOCK_ID
 from kvreplay.kv.memory import Provenance
 from kvreplay.sim.event_loop import EventLoop
 
@@ -29,6 +30,9 @@ class LiveFindings:
         self._recounted_ns: dict[str, int] = {}
 
     def wrong_block(self, instance: Instance, wrong: WrongBlock) -> None:
+        if wrong.block_id == NULL_BLOCK_ID:
+            self._null_block(instance, wrong)
+            return
         provenance = wrong.provenance
         detail = f"read wrong contents from position {wrong.position} on"
         if provenance is not None:
@@ -44,6 +48,14 @@ class LiveFindings:
             transfer_id=provenance.transfer_id if provenance is not None else None,
         )
         self._emit(finding, self._fault_behind(provenance, wrong.request_id))
+
+    def _null_block(self, instance: Instance, wrong: WrongBlock) -> None:
+        act = "computed into" if wrong.is_write else "read from"
+        detail = f"position {wrong.position} was {act} the null block"
+        now = self._loop.now_ns
+        self._emit(
+            Finding(NULL_BLOCK, now, detail, instance.name, wrong.request_id, block_id=NULL_BLOCK_ID, group=wrong.group)
+        )
 
     def late_write(self, instance: Instance, late: LateWrite) -> None:
         """Only into a block that somebody else holds by now; into a free one it does no harm."""

@@ -115,7 +115,9 @@ class Node:
         groups = around.config.model.groups
         log = EngineLog(around.sink, self.name)
         pool = BlockPool(
-            role.cache.num_gpu_blocks, around.index.num_keys, enable_caching=role.cache.enable_prefix_caching
+            role.cache.num_gpu_blocks,
+            around.index.num_keys * len(groups),
+            enable_caching=role.cache.enable_prefix_caching,
         )
         kv = make_cache_manager(
             groups,
@@ -172,7 +174,7 @@ class Node:
         from kvreplay.connectors.mooncake.sharded_buffers import make_buffers
 
         shares = around.sharding.row_shares(*around.config.topology.parallel_sizes(self.role))
-        buffers = make_buffers(scheduler.pool.num_blocks, around.config.model.groups[0].block_size, shares)
+        buffers = make_buffers(scheduler.pool.num_blocks, around.config.model.groups, shares)
         return WorkerModel(scheduler, buffers, every_read=around.config.kv.check == "every-read")
 
     def _mooncake(self, memory: KVMemory) -> MooncakeWorkers:

@@ -132,13 +132,12 @@ class TestHistory:
     def blamed(self, buffers: KVBuffers) -> KVBuffers:
         for block_id in (7, 2, 9):
             buffers.provenance[block_id] = CULPRIT
-            buffers.derived[block_id] = 1
-            buffers.reported.add(block_id)
+            buffers.origins[block_id] = 1
         return buffers
 
     @staticmethod
     def still_blamed(buffers: KVBuffers) -> list[int]:
-        assert set(buffers.provenance) == set(buffers.derived) == buffers.reported
+        assert set(buffers.provenance) == set(buffers.origins)
         return sorted(buffers.provenance)
 
     def test_computing_a_block_from_its_start_forgets_it(self, blamed: KVBuffers) -> None:

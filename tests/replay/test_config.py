@@ -178,13 +178,10 @@ def test_groups_that_no_engine_could_have_are_refused(groups: list[KVCacheGroupS
 
 
 def test_what_is_not_modelled_for_several_groups_is_said() -> None:
-    assert refused("model.preset=gemma-hybrid").endswith(
-        "kv.check: contents of one group of full attention or sliding windows only; set it to off"
-    )
-    assert refused("model.preset=gemma-hybrid", "kv.check=off", name="mooncake-1p1d").endswith(
+    assert refused("model.preset=gemma-hybrid", name="mooncake-1p1d").endswith(
         "connector.kind: mooncake moves one KV cache group so far, got 7"
     )
-    load_config("single", sets=["model.preset=gemma-hybrid", "kv.check=off"])
+    load_config("single", sets=["model.preset=gemma-hybrid"])
     assert refused("scheduler.async_scheduling=true").endswith(
         "scheduler.async_scheduling is not modelled yet; set it to false"
     )

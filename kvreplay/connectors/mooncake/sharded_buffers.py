@@ -2,18 +2,15 @@
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvreplay.kv.block_pool import BlockIds
-from kvreplay.kv.buffers import KVBuffers
+from kvreplay.kv.buffers import GROUPS_PER_SHARE, KVBuffers
 from kvreplay.kv.content import Content, WordArray
 from kvreplay.kv.memory import BlockIds as AnyBlockIds
-
-_GROUPS_PER_SHARE: Final = 1 << 10
-"""A share has its own words, as a KV cache group has: share s of group g counts as group g + s * this."""
+from kvreplay.kv.specs import KVCacheGroupSpec
 
 
 class ShardedBuffers(KVBuffers):
@@ -23,16 +20,17 @@ class ShardedBuffers(KVBuffers):
     has left out, or put in another's place, makes it wrong.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, shares: Sequence[int]) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(self, num_blocks: int, blocks: int | Sequence[KVCacheGroupSpec], shares: Sequence[int]) -> None:
+        super().__init__(num_blocks, blocks)
         assert shares
-        self._groups = [share * _GROUPS_PER_SHARE for share in shares]
-        self._others = [KVBuffers(num_blocks, block_size) for _ in shares[1:]]
+        self._groups = [share * GROUPS_PER_SHARE for share in shares]
+        self._others = [KVBuffers(num_blocks, blocks) for _ in shares[1:]]
 
-    def write(self, table: BlockIds, content: Content, group: int, start: int, end: int, taint: int = 0) -> None:
-        super().write(table, content, group + self._groups[0], start, end, taint)
+    def write(self, table: BlockIds, content: Content, group: int, start: int, end: int, taint: int = 0) -> bool:
+        hits_null = super().write(table, content, group + self._groups[0], start, end, taint)
         for plane, offset in zip(self._others, self._groups[1:], strict=True):
             plane.write(table, content, group + offset, start, end, taint)
+        return hits_null
 
     def wrong_positions(
         self, table: BlockIds, content: Content, group: int, start: int, end: int
@@ -45,10 +43,10 @@ class ShardedBuffers(KVBuffers):
         wrong = [positions for positions in found if positions is not None]
         return reduce(np.union1d, wrong) if wrong else None
 
-    def taint_of(self, table: BlockIds, positions: NDArray[np.int64]) -> int:
-        taint = super().taint_of(table, positions)
+    def taint_of(self, table: BlockIds, positions: NDArray[np.int64], group: int = 0) -> int:
+        taint = super().taint_of(table, positions, group)
         for place, plane in enumerate(self._others, 2):
-            taint ^= plane.taint_of(table, positions) * place
+            taint ^= plane.taint_of(table, positions, group) * place
         return taint | 1
 
     def read_blocks(self, group: int, block_ids: AnyBlockIds) -> WordArray:
@@ -61,15 +59,25 @@ class ShardedBuffers(KVBuffers):
         """Most writes bring one rank's part of each row: what is known to be wrong with the rest stays known."""
         ids = np.asarray(block_ids, np.int64)
         parts = np.split(words, len(self._groups), axis=1)
-        self._put(ids, parts[0])
+        self._put(group, ids, parts[0])
         for plane, part in zip(self._others, parts[1:], strict=True):
-            plane._put(ids, part)
+            plane._put(group, ids, part)
 
     def begin_load(self, block_ids: BlockIds) -> None:
-        if self.provenance or self.derived or self.reported:
+        if self.provenance or self.origins:
             self._forget_history(block_ids)
 
+    def zero(self, block_ids: AnyBlockIds) -> None:
+        super().zero(block_ids)
+        for plane in self._others:
+            plane.zero(block_ids)
 
-def make_buffers(num_blocks: int, block_size: int, shares: Sequence[int]) -> KVBuffers:
+    def copy_block(self, source: int, target: int) -> None:
+        super().copy_block(source, target)
+        for plane in self._others:
+            plane.copy_block(source, target)
+
+
+def make_buffers(num_blocks: int, blocks: int | Sequence[KVCacheGroupSpec], shares: Sequence[int]) -> KVBuffers:
     """Buffers for rows of these shares (`Sharding.row_shares`)."""
-    return KVBuffers(num_blocks, block_size) if shares == (0,) else ShardedBuffers(num_blocks, block_size, shares)
+    return KVBuffers(num_blocks, blocks) if shares == (0,) else ShardedBuffers(num_blocks, blocks, shares)

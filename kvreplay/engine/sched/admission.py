@@ -233,7 +233,7 @@ class AdmissionLayer(RunningLayer):
     @property
     def _load_brings_window(self) -> bool:
         """Whether a load restores groups that no cache holds, as a transfer of the request's own blocks does."""
-        return bool(self._replay_groups) and self._loads_every_group
+        return bool(self._replay_groups) and self.loads_every_group
 
     def _brings_window(self, admission: _Admission) -> bool:
         return admission.num_external > 0 and self._load_brings_window
@@ -293,7 +293,7 @@ class AdmissionLayer(RunningLayer):
         request, hit = admission.request, admission.hit
         loaded: frozenset[int] = frozenset()
         if admission.is_async and self.kv.has_mamba:
-            loaded = frozenset(range(len(self.kv.groups))) if self._loads_every_group else self._cacheable_groups
+            loaded = frozenset(range(len(self.kv.groups))) if self.loads_every_group else self._cacheable_groups
         new_blocks = self.kv.allocate_slots(
             request.request_id,
             num_computed_tokens=request.num_computed_tokens,

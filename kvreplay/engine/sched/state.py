@@ -86,7 +86,7 @@ class SchedulerState:
         self.fences = Fences(enabled=connector is not None and self._is_async and is_consumer)
         self._defer_async_loads = self.fences.enabled and defer_async_loads
         self._divergent_hits = divergent_hits
-        self._loads_every_group = loads_every_group
+        self.loads_every_group = loads_every_group
         self._replay_groups = frozenset(group for group, spec in enumerate(kv.groups) if spec.prefix_replay_tokens)
         self._cacheable_groups = frozenset(group for group, spec in enumerate(kv.groups) if spec.prefix_cacheable)
         self._output_is_shared = output_is_shared
