@@ -43,9 +43,12 @@ class SchedulerConnector(Protocol):
 
     requires_kv_delivery: bool
     """A preempted request's output in flight is dropped instead of delivered (producers)."""
-    lookup_is_pure: bool
-    """`get_num_new_matched_tokens` answers the same until something is delivered to this instance, so that the
-    scheduler may skip asking again while nothing has changed."""
+
+    @property
+    def lookup_is_pure(self) -> bool:
+        """`get_num_new_matched_tokens` answers the same until something is delivered to this instance or
+        `lookup_version` grows, so that the scheduler may skip asking again while nothing has changed."""
+        ...
 
     @property
     def lookup_version(self) -> int:

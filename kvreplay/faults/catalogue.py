@@ -12,8 +12,8 @@ from kvreplay.faults.registry import VERBS
 from kvreplay.faults.verb import MessageVerb
 from kvreplay.sim.catalogue import FaultRow
 
-_CONNECTORS: Final = ("mooncake",)
-"""Those whose faults a run can inject. `offloading` has rows too, for when an engine can have it."""
+_CONNECTORS: Final = ("mooncake", "offloading")
+"""Those whose faults a run can inject."""
 
 
 @cache

@@ -18,7 +18,7 @@ from kvreplay.kv.specs import resolve_block_sizes
 from kvreplay.replay.config import ReplayConfig
 from kvreplay.replay.findings import LiveFindings
 from kvreplay.replay.network import LinkNetwork
-from kvreplay.replay.node import KV_ROLE, Node, Surroundings, instance_names
+from kvreplay.replay.node import Node, Surroundings, instance_names, kv_role_of
 from kvreplay.replay.proxy import Proxy
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.event_loop import EventLoop
@@ -51,7 +51,7 @@ class RunSettings:
 def topology_of(config: ReplayConfig, workload: Workload | None) -> TopologyInfo:
     kind = config.connector.kind
     return TopologyInfo(
-        instances={name: KV_ROLE[role] for name, role in instance_names(config).items()},
+        instances={name: kv_role_of(role, config) for name, role in instance_names(config).items()},
         connectors=frozenset() if kind == "none" else frozenset({kind}),
         commands=frozenset({"abort", "crash", "restart", "preempt", "step-raises", "arrival"}),
         request_ids=[arrival.request_id for arrival in workload.arrivals] if workload is not None else None,
@@ -62,9 +62,9 @@ def topology_of(config: ReplayConfig, workload: Workload | None) -> TopologyInfo
 
 def path_timers_ns(config: ReplayConfig) -> int:
     """What a parked request may wait at most if every timer on its path runs out."""
-    options = config.connector.options
-    if options is None:
+    if config.connector.kind != "mooncake":
         return 0
+    options = config.connector.mooncake
     return BOOTSTRAP_ATTEMPTS * options.connector_timeout_ns + options.receive_timeout_ns
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 from kvreplay.connectors.mooncake.config import MooncakeConfig
 from kvreplay.connectors.mooncake.plan import HeadLayout
 from kvreplay.connectors.mooncake.sharding import Sharding
+from kvreplay.connectors.offloading.config import OffloadingConfig
 from kvreplay.engine.config import CacheConfig, SchedulerConfig
 from kvreplay.errors import ConfigError
 from kvreplay.kv.specs import CHUNKED_LOCAL, MAMBA, KVCacheGroupSpec, resolve_block_sizes
@@ -24,7 +25,7 @@ MAX_RANKS: Final = 64
 """Per instance. A real one has 8 or 16."""
 _OF_EVERY_GROUP: Final = ("kind", "block_size", "sliding_window", "bytes_per_token")
 
-ConnectorKind: TypeAlias = Literal["none", "mooncake"]
+ConnectorKind: TypeAlias = Literal["none", "mooncake", "offloading"]
 Role: TypeAlias = Literal["engine", "prefill", "decode"]
 Policy: TypeAlias = Literal["fail", "recompute"]
 Routing: TypeAlias = Literal["round_robin", "least_loaded"]
@@ -71,15 +72,22 @@ class ConnectorConfig:
 
     kind: ConnectorKind = "none"
     kv_load_failure_policy: Policy | None = None
-    options: MooncakeConfig | None = None
+    options: MooncakeConfig | OffloadingConfig | None = None
 
     def __post_init__(self) -> None:
         assert (self.kind == "mooncake") == isinstance(self.options, MooncakeConfig)
+        assert (self.kind == "offloading") == isinstance(self.options, OffloadingConfig)
 
     @property
     def mooncake(self) -> MooncakeConfig:
         """The options, where `kind` is `mooncake`."""
-        assert self.options is not None
+        assert isinstance(self.options, MooncakeConfig)
+        return self.options
+
+    @property
+    def offloading(self) -> OffloadingConfig:
+        """The options, where `kind` is `offloading`."""
+        assert isinstance(self.options, OffloadingConfig)
         return self.options
 
 
@@ -188,9 +196,11 @@ class ReplayConfig:
 
     def __post_init__(self) -> None:
         assert set(self.roles) == set(self.topology.roles)
-        if self.topology.is_disaggregated and self.connector.kind == "none":
-            raise ConfigError("connector.kind: prefill and decode instances need a connector, got 'none'")
-        if self.connector.kind != "none" and len(self.model.groups) > 1:
+        if self.topology.is_disaggregated and self.connector.kind != "mooncake":
+            raise ConfigError(
+                f"connector.kind: prefill and decode instances need mooncake, got {self.connector.kind!r}"
+            )
+        if self.connector.kind == "mooncake" and len(self.model.groups) > 1:
             raise ConfigError(
                 f"connector.kind: {self.connector.kind} moves one KV cache group so far, got {len(self.model.groups)}"
             )

@@ -17,6 +17,7 @@ from typing import Any, Final
 from kvreplay.behaviour import DEFAULT_PROFILE, Behaviour, nearest
 from kvreplay.behaviour import profile as profile_named
 from kvreplay.connectors.mooncake.config import MooncakeConfig
+from kvreplay.connectors.offloading.config import OffloadingConfig
 from kvreplay.engine.config import CacheConfig, SchedulerConfig
 from kvreplay.errors import ConfigError
 from kvreplay.kv.specs import KVCacheGroupSpec
@@ -60,7 +61,7 @@ _SECTIONS: Final[dict[str, type]] = {
     **_ROLE_SECTIONS,
 }
 _ROLES: Final = ("prefill", "decode")
-_OPTIONS: Final[dict[str, type]] = {"mooncake": MooncakeConfig}
+_OPTIONS: Final[dict[str, type]] = {"mooncake": MooncakeConfig, "offloading": OffloadingConfig}
 """Kind of connector → its own keys in `[connector]`."""
 _FROM_ELSEWHERE: Final = {"scheduler": ("max_model_len",), "connector": ("options",)}
 """Fields that are not keys of their own table."""

@@ -9,7 +9,9 @@ from kvreplay.connectors.mooncake import addresses
 from kvreplay.connectors.mooncake.rank_group import MooncakeWorkers, start_workers
 from kvreplay.connectors.mooncake.scheduler import MooncakeScheduler
 from kvreplay.connectors.mooncake.sharding import Sharding
+from kvreplay.connectors.offloading.workers import OffloadingWorkers
 from kvreplay.engine.accounts import RecomputeAccounts
+from kvreplay.engine.connector import SchedulerConnector
 from kvreplay.engine.history.skipped_waiting import SkippedWaitingScheduler
 from kvreplay.engine.instance import Counters, Instance
 from kvreplay.engine.log import EngineLog
@@ -19,16 +21,17 @@ from kvreplay.engine.scheduler import Scheduler
 from kvreplay.engine.worker import WorkerModel
 from kvreplay.events import EventSink
 from kvreplay.kv.block_pool import BlockPool
-from kvreplay.kv.cache_manager import make_cache_manager
+from kvreplay.kv.cache_manager import KVCacheManager, make_cache_manager
 from kvreplay.kv.content_index import ContentIndex
 from kvreplay.kv.memory import KVMemory, NullMemory
 from kvreplay.replay.config import ReplayConfig, Role
 from kvreplay.replay.findings import LiveFindings
+from kvreplay.replay.offload import Offload
 from kvreplay.replay.sampler import TraceSampler
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
 
-KV_ROLE: Final[Mapping[Role, str]] = {"prefill": "kv_producer", "decode": "kv_consumer", "engine": ""}
+_KV_ROLE: Final[Mapping[Role, str]] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _PREFIX: Final[Mapping[Role, str]] = {"prefill": "P", "decode": "D", "engine": "E"}
 
 
@@ -39,6 +42,11 @@ def instance_names(config: ReplayConfig) -> dict[str, Role]:
         for role in config.topology.roles
         for index in range(config.topology.num_instances(role))
     }
+
+
+def kv_role_of(role: Role, config: ReplayConfig) -> str:
+    """vLLM's `kv_role` of these instances; empty without a connector."""
+    return _KV_ROLE.get(role, "" if config.connector.kind == "none" else "kv_both")
 
 
 def scheduler_kind(behaviour: Behaviour) -> type[Scheduler]:
@@ -87,13 +95,14 @@ class Node:
         self._around = surroundings
         self._counters = Counters()
         self.instance: Instance
-        self.worker: MooncakeWorkers | None = None
+        self.worker: MooncakeWorkers | OffloadingWorkers | None = None
+        self.offload: Offload | None = None
         self._start()
         surroundings.bus.control(name, self.command)
 
     @property
     def kv_role(self) -> str:
-        return KV_ROLE[self.role]
+        return kv_role_of(self.role, self._around.config)
 
     @property
     def is_up(self) -> bool:
@@ -127,7 +136,7 @@ class Node:
             watermark=role.scheduler.watermark,
             retention_interval=role.cache.prefix_cache_retention_interval,
         )
-        connector = MooncakeScheduler(self.kv_role, groups, around.behaviour) if self.kv_role else None
+        connector = self._connector(kv)
         scheduler = scheduler_kind(around.behaviour)(
             role.scheduler,
             kv,
@@ -140,14 +149,14 @@ class Node:
                 by_request=around.behaviour["request_level_failures"] == "on",
             ),
             kv_role=self.kv_role,
-            loads_every_group=True,
+            loads_every_group=around.config.connector.kind == "mooncake",
             accounts=RecomputeAccounts(log, around.index.num_segments),
             use_lockstep=around.use_lockstep,
             output_is_shared=around.index.shares_generated,
         )
         model = self._model(scheduler)
         if self.kv_role:
-            self.worker = self._mooncake(model if model is not None else NullMemory())
+            self.worker = self._workers(model)
             scheduler.failure_reason = self.worker.failure_reason
         self.instance = Instance(
             self.name,
@@ -165,6 +174,33 @@ class Node:
         self.instance.on_finished = self._ended
         self.instance.on_death = self._silence
         around.bus.listen(self.api_address, self._receive)
+
+    def _connector(self, kv: KVCacheManager) -> SchedulerConnector | None:
+        """The connector's half in the scheduler."""
+        around = self._around
+        match around.config.connector.kind:
+            case "mooncake":
+                return MooncakeScheduler(self.kv_role, around.config.model.groups, around.behaviour)
+            case "offloading":
+                self.offload = Offload(
+                    self.name,
+                    kv=kv,
+                    num_keys=around.index.num_keys,
+                    config=around.config.connector.offloading,
+                    behaviour=around.behaviour,
+                    bus=around.bus,
+                    on_report=lambda: self.instance.poke(),
+                )
+                return self.offload.scheduler
+        return None
+
+    def _workers(self, model: WorkerModel | None) -> MooncakeWorkers | OffloadingWorkers:
+        """Its half in the ranks."""
+        memory: KVMemory = model if model is not None else NullMemory()
+        if self.offload is None:
+            return self._mooncake(memory)
+        num_words = 0 if model is None else max(group.block_size for group in self._around.config.model.groups)
+        return self.offload.start_workers([memory], num_words)
 
     def _model(self, scheduler: Scheduler) -> WorkerModel | None:
         around = self._around
@@ -202,6 +238,8 @@ class Node:
         around.bus.silence(self.api_address)
         if self.worker is not None:
             self.worker.shutdown()
+        if self.offload is not None:
+            self.offload.close()
 
     def crash(self, command: Command) -> bool:
         """The process dies, and with it everything that was queued, running, or kept for a puller."""

@@ -1,6 +1,7 @@
 """The connector's switches, as values of one frozen record (`kvreplay.behaviour` names what each models)."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,3 +50,11 @@ IDEAL = OffloadBehaviour(
     pending_lookup="bound",
     integrity="checksum",
 )
+
+
+def offload_behaviour(switches: Mapping[str, str]) -> OffloadBehaviour:
+    """From a run's switches: `offload_boundary` is `boundary`, and so on; integrity is that of all transfers."""
+    named = {
+        field.name: switches[f"offload_{field.name}"] for field in fields(OffloadBehaviour) if field.name != "integrity"
+    }
+    return OffloadBehaviour(**named, integrity=switches["transfer_integrity"])

@@ -1,0 +1,127 @@
+"""An instance's offloading connector with all that it is made of."""
+
+from collections.abc import Callable, Sequence
+
+from kvreplay.behaviour import Behaviour
+from kvreplay.connectors.offloading.behaviour import offload_behaviour
+from kvreplay.connectors.offloading.config import OffloadingConfig, nanoseconds
+from kvreplay.connectors.offloading.cpu_buffers import ChunkContents
+from kvreplay.connectors.offloading.cpu_manager import CPUOffloadingManager
+from kvreplay.connectors.offloading.groups import engine_layout
+from kvreplay.connectors.offloading.keys import KeySpace
+from kvreplay.connectors.offloading.manager import OffloadingManager
+from kvreplay.connectors.offloading.manager_bus import ManagerOverBus
+from kvreplay.connectors.offloading.scheduler import OffloadingScheduler
+from kvreplay.connectors.offloading.storage_tier import StorageTier
+from kvreplay.connectors.offloading.tiering import TieringOffloadingManager
+from kvreplay.connectors.offloading.workers import OffloadingWorkers
+from kvreplay.kv.cache_manager import KVCacheManager
+from kvreplay.kv.memory import KVMemory
+from kvreplay.sim.bus import Bus
+
+
+class Offload:
+    """Both halves. `start_workers` follows when the ranks' memories exist; `on_report` wakes the engine.
+
+    `num_keys`: of the contents of the whole workload.
+    """
+
+    def __init__(
+        self,
+        instance: str,
+        *,
+        kv: KVCacheManager,
+        num_keys: int,
+        config: OffloadingConfig,
+        behaviour: Behaviour,
+        bus: Bus,
+        on_report: Callable[[], None],
+        num_ranks: int = 1,
+    ) -> None:
+        self._instance = instance
+        self._config = config
+        self._behaviour = offload_behaviour(behaviour.switches)
+        self._bus = bus
+        self._on_report = on_report
+        self._num_ranks = num_ranks
+        self._workers: OffloadingWorkers | None = None
+        self._layout = engine_layout(
+            kv,
+            config,
+            num_workers=num_ranks,
+            every_group_drafts=self._behaviour.eagle_lookup == "narrow" and kv.rules.drops_eagle_block,
+        )
+        space = KeySpace(len(self._layout.groups), num_keys)
+        self.cpu = CPUOffloadingManager(
+            config.num_chunks(self._layout.groups, num_ranks),
+            space,
+            eviction_policy=config.eviction_policy,
+            store_threshold=config.store_threshold,
+            max_tracker_size=config.max_tracker_size,
+        )
+        self.tiers: list[StorageTier] = []
+        self._manager = ManagerOverBus(self._tiered(), instance, bus)
+        loop = bus.loop
+        self.scheduler = OffloadingScheduler(
+            self._layout,
+            self._manager,
+            space,
+            behaviour=self._behaviour,
+            now_ns=lambda: loop.now_ns,
+            wake_at=self._wake_at,
+            lookup_timeout_ns=nanoseconds(config.lookup_timeout),
+        )
+
+    def _wake_at(self, time_ns: int) -> None:
+        self._bus.loop.call_at(time_ns, self._on_report)
+
+    def _tiered(self) -> OffloadingManager:
+        config = self._config
+        if config.spec_name != "TieringOffloadingSpec":
+            return self.cpu
+        chunk_bytes = max(group.bytes_per_block * group.blocks_per_chunk for group in self._layout.groups)
+        self.tiers = [
+            StorageTier(
+                self._instance,
+                0,
+                config=config,
+                chunk_bytes=chunk_bytes * self._num_ranks,
+                memory=self,
+                bus=self._bus,
+                on_report=self._on_report,
+            )
+        ]
+        return TieringOffloadingManager(self.cpu, self.tiers, protects_found=self._behaviour.promotions == "request")
+
+    def start_workers(self, memories: Sequence[KVMemory], num_words: int) -> OffloadingWorkers:
+        """`num_words`: of the widest block, 0 where contents are not checked."""
+        assert len(memories) == self._num_ranks
+        self._workers = OffloadingWorkers(
+            self._instance,
+            config=self._config,
+            layout=self._layout,
+            behaviour=self._behaviour,
+            bus=self._bus,
+            memories=memories,
+            num_words=num_words,
+            on_report=self._on_report,
+        )
+        return self._workers
+
+    def close(self) -> None:
+        """The process is gone."""
+        self._manager.close()
+        for tier in self.tiers:
+            tier.close()
+        if self._workers is not None:
+            self._workers.shutdown()
+
+    # -- the tier's memory, which secondary tiers copy from and to --------------------------------------------
+
+    def take_chunk(self, chunk_id: int) -> Sequence[ChunkContents]:
+        assert self._workers is not None
+        return self._workers.take_chunk(chunk_id)
+
+    def put_chunk(self, chunk_id: int, contents: Sequence[ChunkContents]) -> None:
+        assert self._workers is not None
+        self._workers.put_chunk(chunk_id, contents)
