@@ -112,13 +112,17 @@ KINDS: Final[dict[str, KindSpec]] = {
         "the connector's answer for a queued request, when it changed; num_tokens = external tokens, null = ask "
         "again later, status = sync | async | none, num_blocks = times the previous answer was given",
     ),
-    "load.started": KindSpec(_RUN, "an external load begins; num_tokens, num_blocks = to be written"),
+    "load.started": KindSpec(
+        _RUN,
+        "an external load begins; num_tokens, num_blocks = to be written, status = the tier that it comes from (the "
+        "slowest of them) or null",
+    ),
     "load.finished": KindSpec(_RUN, "reported complete by every worker; num_tokens"),
     "load.failed": KindSpec(
         _RUN,
         "the scheduler learns that it failed; num_tokens = tokens lost, status = request | blocks, block_ids, cause",
     ),
-    "store.started": KindSpec(_RUN, "a copy out of the GPU pool begins; num_blocks"),
+    "store.started": KindSpec(_RUN, "a copy out of the GPU pool is ordered; num_blocks, transfer_id"),
     "store.finished": KindSpec(_RUN, "that copy is acknowledged; num_blocks"),
     "store.failed": KindSpec(_RUN, "that copy failed; num_blocks, cause"),
     "pull.sent": KindSpec(
@@ -143,7 +147,7 @@ KINDS: Final[dict[str, KindSpec]] = {
     "block.evicted": KindSpec(
         _RUN,
         "cached blocks that lost their hash since the last such row; num_blocks, group, cause = capacity | "
-        "load-failure | reset",
+        "load-failure | reset, status = null, or the tier whose chunks they are",
     ),
     "fault.injected": KindSpec(
         _RUN,
@@ -160,7 +164,9 @@ KINDS: Final[dict[str, KindSpec]] = {
         _RUN,
         "sampled every 10 s of virtual time and at the end; status names the value in num_tokens: gauges "
         "running, waiting, deferred, blocks (in use), peak_blocks; counters steps, busy_ns, computed_tokens, "
-        "loaded_tokens, preemptions; constants num_gpu_blocks",
+        "loaded_tokens, preemptions; constants num_gpu_blocks. With a CPU tier also cpu_chunks (in use), "
+        "num_cpu_chunks, and the counters hit_tokens (found in the GPU's prefix cache), store_bytes, store_ns, "
+        "load_bytes, load_ns, flushed_jobs, refused_offers",
     ),
     "run.summary": KindSpec(
         _RUN, "the verdict; status = verdict, cause = JSON as `run --json` prints it, no wall clock"

@@ -17,6 +17,8 @@ class RecomputeAccounts:
     """
 
     def __init__(self, log: EngineLog, num_segments: int) -> None:
+        self.num_hit_tokens = 0
+        """Found in the prefix cache by admissions."""
         self._log = log
         self._cached_end = np.zeros(num_segments, np.int32)
         """Segment of the workload → absolute position up to which it has been cached here."""
@@ -34,6 +36,7 @@ class RecomputeAccounts:
 
     def note_admission(self, request: Request, num_local_tokens: int, kv: KVCacheManager) -> None:
         """A fresh lookup has found `num_local_tokens`; whatever more had been cached here is gone, or out of reach."""
+        self.num_hit_tokens += num_local_tokens
         num_tokens = request.num_tokens
         starts, ids = request.content.segment_starts, request.content.segment_ids
         count = int(starts.searchsorted(num_tokens))

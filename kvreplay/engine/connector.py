@@ -91,6 +91,10 @@ class SchedulerConnector(Protocol):
         """
         ...
 
+    def get_load_source(self, request_id: str) -> str | None:
+        """The tier from which the request's last load comes; None where there are no tiers."""
+        ...
+
     def request_finished(self, request: Request, blocks: RequestBlocks) -> bool:
         """Before the request's blocks are freed; `blocks` are those that cover its computed tokens.
 
@@ -121,6 +125,9 @@ class PlainSchedulerHalf:
         return False
 
     def note_allocated(self, block_ids: Sequence[int]) -> None: ...
+
+    def get_load_source(self, request_id: str) -> str | None:
+        return None
 
     def update_connector_output(self, output: KVConnectorOutput) -> None: ...
 

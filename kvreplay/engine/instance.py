@@ -103,6 +103,8 @@ class Instance:
         self.is_dead = False
         self.on_finished: Callable[[Request], None] | None = None
         self.on_death: Callable[[], None] | None = None
+        self.more_usage: Callable[[], dict[str, int]] | None = None
+        """What else is sampled with the instance's own gauges and counters."""
         self._rank = rank
         self._loop = loop
         self._timing = timing
@@ -357,6 +359,11 @@ class Instance:
         outputs = self.scheduler.update_from_output(out, ModelRunnerOutput(reports))
         if reports is not None:
             self._note_loaded(reports.finished_recving)
+        if out.has_sync_kv_loads:
+            skipped = self.scheduler.skipped
+            self.counters.loaded_tokens += sum(
+                share.num_external_tokens for share in out.shares if share.request.request_id not in skipped
+            )
         if self._model is not None:
             self._report_findings(outputs)
         if self.on_finished is not None:
@@ -563,6 +570,8 @@ class Instance:
             "preemptions": counters.preemptions + scheduler.num_preemptions,
             "num_gpu_blocks": pool.num_blocks,
         }
+        if self.more_usage is not None:
+            values.update(self.more_usage())
         for name, value in values.items():
             log.usage(name, value)
         log.evicted(pool.num_evicted - self._evicted_reported, 0, "capacity")

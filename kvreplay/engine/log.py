@@ -36,8 +36,9 @@ class EngineLog:
         request.parked_since_ns = self.now_ns
         self._request("request.parked", request, num_tokens=num_external_tokens, num_blocks=num_blocks)
 
-    def load_started(self, request: Request, num_tokens: int, num_blocks: int) -> None:
-        self._request("load.started", request, num_tokens=num_tokens, num_blocks=num_blocks)
+    def load_started(self, request: Request, num_tokens: int, num_blocks: int, source: str | None) -> None:
+        """`source`: the tier that it comes from, where there are tiers."""
+        self._request("load.started", request, num_tokens=num_tokens, num_blocks=num_blocks, status=source)
 
     def load_finished(self, request: Request, num_tokens: int) -> None:
         self._request("load.finished", request, num_tokens=num_tokens)
@@ -141,7 +142,8 @@ class EngineLog:
     def usage(self, name: str, value: int) -> None:
         self.sink.emit(Event("usage", self.now_ns, self.instance, self.step, status=name, num_tokens=value))
 
-    def evicted(self, num_blocks: int, group: int, cause: str) -> None:
+    def evicted(self, num_blocks: int, group: int, cause: str, *, tier: str | None = None) -> None:
+        """`tier`: where, if not in the GPU's pool."""
         if num_blocks:
             self.sink.emit(
                 Event(
@@ -151,6 +153,7 @@ class EngineLog:
                     self.step,
                     group=group,
                     num_blocks=num_blocks,
+                    status=tier,
                     cause=cause,
                 )
             )

@@ -252,6 +252,8 @@ class Scheduler(AdmissionLayer):
             if reports.invalid_block_ids:
                 skip.update(dict.fromkeys(self.recovery.handle_invalid_blocks(reports.invalid_block_ids, out)))
         self.skipped = list(skip)
+        if out.has_sync_kv_loads:
+            self._note_sync_loads(out, skip)
         outputs: list[RequestOutput] = []
         for request, share in self._ending_shares(out):
             if share is not None and not self._takes_output(request, share, skip):
@@ -272,6 +274,12 @@ class Scheduler(AdmissionLayer):
             self._send(output)
         self._in_step = False
         return [*outputs, *(RequestOutput(request, [], "error") for request in failed)] if failed else outputs
+
+    def _note_sync_loads(self, out: SchedulerOutput, skip: Container[str]) -> None:
+        """The step has waited for these: they are over with it."""
+        for share in out.shares:
+            if share.num_external_tokens and share.request.request_id not in skip:
+                self.log.load_finished(share.request, share.start)
 
     def _send(self, output: RequestOutput) -> None:
         """The step is over without the engine having died of it: its outputs get out."""

@@ -136,7 +136,7 @@ class Node:
             watermark=role.scheduler.watermark,
             retention_interval=role.cache.prefix_cache_retention_interval,
         )
-        connector = self._connector(kv)
+        connector = self._connector(kv, log)
         scheduler = scheduler_kind(around.behaviour)(
             role.scheduler,
             kv,
@@ -173,9 +173,12 @@ class Node:
         )
         self.instance.on_finished = self._ended
         self.instance.on_death = self._silence
+        offload, accounts = self.offload, scheduler.accounts
+        if offload is not None and accounts is not None:
+            self.instance.more_usage = lambda: {"hit_tokens": accounts.num_hit_tokens, **offload.usage()}
         around.bus.listen(self.api_address, self._receive)
 
-    def _connector(self, kv: KVCacheManager) -> SchedulerConnector | None:
+    def _connector(self, kv: KVCacheManager, log: EngineLog) -> SchedulerConnector | None:
         """The connector's half in the scheduler."""
         around = self._around
         match around.config.connector.kind:
@@ -189,6 +192,7 @@ class Node:
                     config=around.config.connector.offloading,
                     behaviour=around.behaviour,
                     bus=around.bus,
+                    log=log,
                     on_report=lambda: self.instance.poke(),
                 )
                 return self.offload.scheduler

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from kvreplay.behaviour import Behaviour
+from kvreplay.connectors.offloading.accounts import OffloadAccounts
 from kvreplay.connectors.offloading.behaviour import offload_behaviour
 from kvreplay.connectors.offloading.config import OffloadingConfig, nanoseconds
 from kvreplay.connectors.offloading.cpu_buffers import ChunkContents
@@ -15,6 +16,7 @@ from kvreplay.connectors.offloading.scheduler import OffloadingScheduler
 from kvreplay.connectors.offloading.storage_tier import StorageTier
 from kvreplay.connectors.offloading.tiering import TieringOffloadingManager
 from kvreplay.connectors.offloading.workers import OffloadingWorkers
+from kvreplay.engine.log import EngineLog
 from kvreplay.kv.cache_manager import KVCacheManager
 from kvreplay.kv.memory import KVMemory
 from kvreplay.sim.bus import Bus
@@ -35,6 +37,7 @@ class Offload:
         config: OffloadingConfig,
         behaviour: Behaviour,
         bus: Bus,
+        log: EngineLog,
         on_report: Callable[[], None],
         num_ranks: int = 1,
     ) -> None:
@@ -61,6 +64,7 @@ class Offload:
         )
         self.tiers: list[StorageTier] = []
         self._manager = ManagerOverBus(self._tiered(), instance, bus)
+        self.accounts = OffloadAccounts(log, self.cpu, self.tiers)
         loop = bus.loop
         self.scheduler = OffloadingScheduler(
             self._layout,
@@ -70,6 +74,7 @@ class Offload:
             now_ns=lambda: loop.now_ns,
             wake_at=self._wake_at,
             lookup_timeout_ns=nanoseconds(config.lookup_timeout),
+            observer=self.accounts,
         )
 
     def _wake_at(self, time_ns: int) -> None:
@@ -106,7 +111,13 @@ class Offload:
             num_words=num_words,
             on_report=self._on_report,
         )
+        self.accounts.workers = self._workers
         return self._workers
+
+    def usage(self) -> dict[str, int]:
+        """What is sampled of it."""
+        self.accounts.num_refused = self.scheduler.num_allocation_failures
+        return self.accounts.usage()
 
     def close(self) -> None:
         """The process is gone."""

@@ -10,6 +10,7 @@ from kvreplay.report.accounts import evicted_section, instances_section, over_ti
 from kvreplay.report.baseline import baseline_section
 from kvreplay.report.layout import INDENT, Column, Line, Section, print_sections, table, title
 from kvreplay.report.reproduce import basis, command
+from kvreplay.report.tiers import tiers_section
 from kvreplay.report.trouble import crashes_section, stalled_section, violations_section
 from kvreplay.report.words import causes, duration, listed, number, share
 from kvreplay.verdict.model import InEffect, Percentiles, Summary
@@ -30,6 +31,7 @@ def print_report(summary: Summary, console: Console) -> None:
         _faults(summary),
         recomputed_section(summary),
         evicted_section(summary),
+        tiers_section(summary),
         _latency(summary),
         baseline_section(summary),
         instances_section(summary),

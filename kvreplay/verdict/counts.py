@@ -8,7 +8,10 @@ import polars as pl
 from kvreplay.checkers.frames import rows_of
 from kvreplay.verdict.model import Evicted, Instance, Loads, Recomputed, Series
 
-COUNTERS: Final = ("steps", "busy_ns", "computed_tokens", "loaded_tokens", "preemptions")
+COUNTERS: Final = (
+    *("steps", "busy_ns", "computed_tokens", "loaded_tokens", "preemptions"),
+    *("hit_tokens", "store_bytes", "store_ns", "load_bytes", "load_ns", "flushed_jobs", "refused_offers"),
+)
 GAUGES: Final = ("blocks", "running", "queued", "deferred")
 
 OVERLOADED_UTILISATION: Final = 0.95
@@ -28,7 +31,8 @@ def recomputed(frame: pl.DataFrame) -> Recomputed:
 
 def evicted(frame: pl.DataFrame) -> Evicted:
     rows = (
-        rows_of(frame, ["block.evicted"], "instance", "cause", "group", "num_blocks")
+        rows_of(frame, ["block.evicted"], "instance", "cause", "group", "num_blocks", "status")
+        .filter(pl.col("status").is_null())  # of the GPU's pool
         .with_columns(pl.col("group").fill_null(0).cast(pl.String))
         .collect()
     )

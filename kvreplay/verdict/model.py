@@ -105,6 +105,36 @@ class Loads(msgspec.Struct, frozen=True, kw_only=True):
     pulls_failed_by_cause: dict[str, int] = {}
 
 
+class Direction(msgspec.Struct, frozen=True, kw_only=True):
+    """Copies one way between the GPU's pool and the CPU tier, over all ranks; jobs are stores, and requests' loads."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+    """While its copies ran."""
+    started: int = 0
+    finished: int = 0
+    failed: int = 0
+
+
+class Tiers(msgspec.Struct, frozen=True, kw_only=True):
+    """The tiers behind the GPU's pool, over all instances."""
+
+    hit_tokens: dict[str, int] = {}
+    """Tier (GPU, CPU, STORAGE) → tokens that admissions found there; a load counts for the slowest tier it needed."""
+    saved_tokens: int = 0
+    """Loaded from a tier instead of being computed."""
+    cpu_chunks: int = 0
+    peak_cpu_chunks: int = 0
+    stored: Direction = Direction()
+    loaded: Direction = Direction()
+    flushed_jobs: int = 0
+    """Copies that a step waited for, because their blocks were given away or taken back."""
+    refused_offers: int = 0
+    """Offers of chunks for which the CPU tier had no room; each is made again."""
+    evicted_chunks: dict[str, dict[str, int]] = {}
+    """Tier → cause → chunks."""
+
+
 class Violation(msgspec.Struct, frozen=True, kw_only=True):
     checker: str
     time_s: float
@@ -255,6 +285,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     reasons: list[Reason] = []
     overdue: list[Overdue] = []
     loads: Loads = Loads()
+    tiers: Tiers | None = None
+    """None where there is no tier behind the GPU's pool."""
     series: list[Series] = []
     in_effect: InEffect | None = None
     baseline: Baseline | None = None

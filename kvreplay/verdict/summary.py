@@ -16,6 +16,7 @@ from kvreplay.verdict import counts
 from kvreplay.verdict.attach import Attached, StallKey, attach
 from kvreplay.verdict.model import Crash, FaultCount, InEffect, Requests, Stall, Summary, Violation
 from kvreplay.verdict.outcomes import count_reasons, count_requests, latency, outcomes, outcomes_of
+from kvreplay.verdict.tiers import tiers
 from kvreplay.verdict.verdict import Verdict, judge
 
 _Cause = TypeVar("_Cause", Stall, Crash)
@@ -76,6 +77,7 @@ def summarise(frame: pl.DataFrame, facts: RunFacts, findings: Sequence[Finding] 
         computed_tokens=sum(instance.computed_tokens for instance in instances),
         loaded_tokens=sum(instance.loaded_tokens for instance in instances),
         loads=counts.loads(frame),
+        tiers=tiers(frame, usage),
         evicted_blocks=counts.evicted(frame),
         violations=judged.violations,
         faults=_faults(faults, found.requests, facts.faults),

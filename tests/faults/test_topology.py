@@ -13,6 +13,7 @@ from tests.faults.bench import TOPOLOGY
 SINGLE = TopologyInfo(instances={"E0": ""}, request_ids=["r1", "r2"])
 EVERYTHING = replace(
     TOPOLOGY,
+    connectors=frozenset({row.needs for row in catalogue().values() if row.needs}),
     commands=frozenset(row.verb for row in catalogue().values()),
 )
 

@@ -40,6 +40,7 @@ def test_presets_of_the_project() -> None:
         "mooncake-1p1d",
         "mooncake-4p4d",
         "mooncake-4p4d-tp4-tp2",
+        "offload-single",
         "single",
         "single-overloaded",
     ]
@@ -148,7 +149,7 @@ def test_impossible_values_are_refused_naming_the_flag(key: str, value: str, mes
 
 
 def test_prefill_and_decode_need_a_connector() -> None:
-    assert refused("connector.kind=none", name="mooncake-1p1d").endswith("need a connector, got 'none'")
+    assert refused("connector.kind=none", name="mooncake-1p1d").endswith("need mooncake, got 'none'")
 
 
 _LINEAR = KVCacheGroupSpec(kind=FULL, bytes_per_token=1)

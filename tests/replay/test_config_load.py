@@ -141,7 +141,7 @@ def test_set_values_take_the_fields_type() -> None:
             "deepseek-v3-8xh800",
         ),
         ("connector.num_workers=0", "connector.num_workers must be > 0, got 0"),
-        ("connector.abort_timeout=1", "unknown key; did you mean 'connector.abort_request_timeout'?"),
+        ("connector.abort_requests_timeout=1", "unknown key; did you mean 'connector.abort_request_timeout'?"),
         ("decode.cache.num_gpu_blocks=1", "cache.num_gpu_blocks must be >= 2, got 1"),
     ],
 )

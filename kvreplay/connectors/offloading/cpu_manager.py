@@ -40,6 +40,8 @@ class CPUOffloadingManager:
         self.policy: LRUPolicy | ARCPolicy = EVICTION_POLICIES[eviction_policy](self.chunks, space)
         self.counts = OfferCounts(store_threshold, max_tracker_size) if store_threshold >= 2 else None
         self.num_evicted = 0
+        self.num_discarded = 0
+        """Forgotten because they could not be trusted."""
         self._generation = 0
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
 
@@ -125,6 +127,7 @@ class CPUOffloadingManager:
         self.policy.remove(keys, chunk_ids)
         self.chunks.take_out(chunk_ids)
         self.chunks.drop(chunk_ids)
+        self.num_discarded += len(keys)
         if self._events is not None:
             self._events.append(OffloadingEvent(keys, is_removal=True))
 

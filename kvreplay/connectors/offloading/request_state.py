@@ -111,6 +111,8 @@ class RequestState:
         """Where the last lookup found a hit that ends inside a block."""
         self.shared_prefix_boundary = 0
         self.loaded_from_offload = False
+        self.load_source: str | None = None
+        """The slowest tier that its last load needed."""
         self.finished_signaled = False
         """The manager has been told of its end."""
         self.settled_tokens = -1

@@ -1,13 +1,14 @@
 """The scheduler's half of the OffloadingConnector (vLLM: offloading/scheduler.py, OffloadingConnectorScheduler)."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from typing import Protocol
 
 import numpy as np
 
 from kvreplay.connectors.offloading.arrays import Marks
 from kvreplay.connectors.offloading.behaviour import VLLM_0_33, OffloadBehaviour
-from kvreplay.connectors.offloading.context import context_of
+from kvreplay.connectors.offloading.context import MEDIA, context_of
 from kvreplay.connectors.offloading.handoffs import HandoffStores
 from kvreplay.connectors.offloading.keys import KeySpace
 from kvreplay.connectors.offloading.layout import OffloadLayout
@@ -32,6 +33,14 @@ from kvreplay.errors import EngineFatal
 from kvreplay.kv.block_pool import BlockIds
 
 
+class StepObserver(Protocol):
+    """Is told what the connector orders, and what comes of its stores."""
+
+    def step_built(self, stores: Mapping[int, TransferJob], flushed: Collection[int]) -> None: ...
+
+    def store_ended(self, job_id: int, req_id: str, num_blocks: int, failure: str | None) -> None: ...
+
+
 class OffloadingScheduler:
     """One engine's.
 
@@ -52,6 +61,7 @@ class OffloadingScheduler:
         now_ns: Callable[[], int] | None = None,
         wake_at: Callable[[int], None] | None = None,
         lookup_timeout_ns: int = 0,
+        observer: StepObserver | None = None,
     ) -> None:
         self.layout = layout
         self.manager = manager
@@ -77,6 +87,7 @@ class OffloadingScheduler:
         self._now_ns = now_ns if behaviour.pending_lookup == "bound" else None
         self._wake_at = wake_at
         self._lookup_timeout_ns = lookup_timeout_ns
+        self._observer = observer
         self._given_now = Marks()
         self._owes_stores = False
         """The workers have kept stores for the next step."""
@@ -96,6 +107,9 @@ class OffloadingScheduler:
 
     def _note_allocation_failure(self, req_id: str) -> None:
         self.num_allocation_failures += 1
+
+    def get_load_source(self, request_id: str) -> str | None:
+        return self.states[request_id].load_source
 
     # -- requests come ----------------------------------------------------------------------------------------
 
@@ -157,6 +171,8 @@ class OffloadingScheduler:
         is_sync = request.request_id in self.sync_loads
         job = self._loads.build(state, tables, blocks.get_unhashed_block_ids_all_groups(), total, is_sync=is_sync)
         self.load_jobs[job.job_id] = job
+        sources = {self.manager.get_load_source(key, state.context) for key in self._loaded_keys(job)}
+        state.load_source = next((medium for medium in reversed(MEDIA) if medium in sources), MEDIA[0])
         if self.chunks_being_loaded is not None and not is_sync:
             self.chunks_being_loaded.update(self.ledger.jobs[job.job_id].keys.tolist())
 
@@ -183,6 +199,8 @@ class OffloadingScheduler:
         store_jobs.update(self._build_stores(step, allocated))
         self.lookup_version += bool(store_jobs or self.load_jobs)
         metadata = OffloadingConnectorMetadata(self.load_jobs, store_jobs, self._jobs_to_flush, step.has_forward)
+        if self._observer is not None and metadata:
+            self._observer.step_built(store_jobs, self._jobs_to_flush)
         for req_id in step.finished:
             self._sign_off(req_id)
         self.load_jobs = {}
@@ -265,6 +283,10 @@ class OffloadingScheduler:
                 )
                 self._jobs_to_flush.update(job_ids)
 
+    def _loaded_keys(self, job: TransferJob) -> Sequence[int]:
+        """What the sources of a load are asked by; all come from the CPU tier where there is no other."""
+        return () if self.manager.lookup_is_pure else self.ledger.jobs[job.job_id].keys.tolist()
+
     def _build_stores(self, step: OffloadStep, allocated: AbstractSet[int]) -> dict[int, TransferJob]:
         """Requests in scheduling order, then those that have ended. `allocated`: blocks given out in this step."""
         jobs: dict[int, TransferJob] = {}
@@ -327,6 +349,8 @@ class OffloadingScheduler:
         state = self.states[job.req_id]
         if job.is_store:
             self.manager.complete_store(job.keys, state.context, success=job.failure is None)
+            if self._observer is not None:
+                self._observer.store_ended(job_id, job.req_id, job.num_blocks, job.failure)
         else:
             self.manager.complete_load(job.keys, state.context)
             if job.failure is not None:
@@ -380,6 +404,10 @@ class OffloadingScheduler:
             not (self.load_jobs or self.sync_loads or self._jobs_to_flush or self._allocated), "between steps only"
         )
         self._jobs_to_flush.update(self.ledger.jobs)
+        if self._observer is not None:
+            for job_id, job in self.ledger.jobs.items():
+                if job.is_store:
+                    self._observer.store_ended(job_id, job.req_id, job.num_blocks, "reset")
         for req_id, state in list(self.states.items()):
             if state.request.status.is_finished:
                 if not state.finished_signaled:

@@ -57,7 +57,8 @@ class WorkerReport:
 class OffloadingWorker:
     """`is_store_writer`: False on ranks whose KV is a copy of another's; they acknowledge stores without copying.
 
-    `survives_failures`: a failed copy is reported instead of killing the worker. `drops_without_forward`: stores of a
+    `survives_failures`: a failed copy is reported instead of killing the worker; `survives_refusals`: so is one that is
+    not even taken. `drops_without_forward`: stores of a
     step that computes nothing are lost, as before vllm#41945.
     """
 
@@ -67,11 +68,13 @@ class OffloadingWorker:
         *,
         is_store_writer: bool = True,
         survives_failures: bool = False,
+        survives_refusals: bool = False,
         drops_without_forward: bool = False,
     ) -> None:
         self._engine = engine
         self._is_store_writer = is_store_writer
         self._survives_failures = survives_failures
+        self._survives_refusals = survives_refusals
         self._drops_without_forward = drops_without_forward
         self._loads: dict[int, str | None] = {}
         """Loads in flight → the request to report; None: it does not wait for a report."""
@@ -79,7 +82,7 @@ class OffloadingWorker:
         self._acknowledged: list[int] = []
         """Stores that this rank has nothing to do for."""
         self._failed: list[CopyResult] = []
-        """Loads that were not even begun."""
+        """Copies that were not even begun."""
 
     @property
     def is_busy(self) -> bool:
@@ -160,5 +163,8 @@ class OffloadingWorker:
             self._acknowledged.append(job.job_id)
 
     def _submit(self, queue: str, job: TransferJob) -> None:
-        if not self._engine.submit(queue, job):
+        if self._engine.submit(queue, job):
+            return
+        if not self._survives_refusals:
             raise EngineFatal("AssertionError", "start_kv_transfers: success")
+        self._failed.append(CopyResult(job.job_id, False, "copy refused", queue))

@@ -85,6 +85,7 @@ class _Rank:
             self,
             is_store_writer=is_store_writer,
             survives_failures=True,
+            survives_refusals=behaviour.failed_copy == "request",
             drops_without_forward=behaviour.no_forward == "drop",
         )
         bus.listen(self.address, self.driver.receive)

@@ -143,7 +143,8 @@ class AdmissionLayer(RunningLayer):
             else:
                 self._tell_connector(request, num_external)
         if num_external:
-            self.log.load_started(request, num_external, -(-num_external // self.kv.block_size))
+            source = self.connector.get_load_source(request.request_id) if self.connector is not None else None
+            self.log.load_started(request, num_external, -(-num_external // self.kv.block_size), source)
         if admission.is_async:
             self._park(request, computed, num_external)
             out.made_progress = True
@@ -183,7 +184,6 @@ class AdmissionLayer(RunningLayer):
                 external, is_async = 0, False
             self.log.lookup(request, external, is_async=is_async)
             if external is None:
-                assert not self._may_settle, "a pure lookup has an answer"
                 return False
             if self._replay_groups and not (external and self._load_brings_window):
                 # What is computed again starts at a block's start.

@@ -1,0 +1,67 @@
+"""What the tiers behind the GPU's pool did: sums over a trace's own rows."""
+
+from typing import Final
+
+import polars as pl
+
+from kvreplay.checkers.frames import rows_of
+from kvreplay.ids import NS_PER_S
+from kvreplay.verdict.model import Direction, Tiers
+
+GPU: Final = "GPU"
+
+
+def tiers(frame: pl.DataFrame, usage: pl.DataFrame) -> Tiers | None:
+    """None where no instance has a CPU tier. `usage`: as `counts.usage_samples` makes it."""
+    highest = _by_name(usage, pl.col("value").max().over("instance", "status"))
+    if "num_cpu_chunks" not in highest:
+        return None
+    total = dict(usage.group_by("status").agg(pl.col("grown").sum()).rows())
+    loads = rows_of(frame, ["load.started", "load.failed"], "kind", "num_tokens", "status").collect()
+    started = loads.filter(pl.col("kind") == "load.started", pl.col("status").is_not_null())
+    failed = int(loads.filter(pl.col("kind") == "load.failed")["num_tokens"].sum())
+    by_tier = dict(started.group_by("status").agg(pl.col("num_tokens").sum()).sort("status").rows())
+    return Tiers(
+        hit_tokens={GPU: total.get("hit_tokens", 0), **by_tier},
+        saved_tokens=max(0, sum(by_tier.values()) - failed),
+        cpu_chunks=highest["num_cpu_chunks"],
+        peak_cpu_chunks=highest.get("cpu_chunks", 0),
+        stored=_direction(total, "store", _jobs(frame, "store")),
+        loaded=_direction(total, "load", _jobs(frame, "load")),
+        flushed_jobs=total.get("flushed_jobs", 0),
+        refused_offers=total.get("refused_offers", 0),
+        evicted_chunks=_evicted(frame),
+    )
+
+
+def _by_name(usage: pl.DataFrame, value: pl.Expr) -> dict[str, int]:
+    """Per name the sum over instances of a value that each has once."""
+    each = usage.select("instance", "status", result=value).unique()
+    return dict(each.group_by("status").agg(pl.col("result").sum()).rows())
+
+
+def _jobs(frame: pl.DataFrame, what: str) -> dict[str, int]:
+    kinds = [f"{what}.started", f"{what}.finished", f"{what}.failed"]
+    rows = rows_of(frame, kinds, "kind").collect()
+    return {kind.partition(".")[2]: count for kind, count in rows.group_by("kind").len().rows()}
+
+
+def _direction(total: dict[str, int], what: str, jobs: dict[str, int]) -> Direction:
+    return Direction(
+        bytes=total.get(f"{what}_bytes", 0),
+        seconds=total.get(f"{what}_ns", 0) / NS_PER_S,
+        started=jobs.get("started", 0),
+        finished=jobs.get("finished", 0),
+        failed=jobs.get("failed", 0),
+    )
+
+
+def _evicted(frame: pl.DataFrame) -> dict[str, dict[str, int]]:
+    rows = rows_of(frame, ["block.evicted"], "status", "cause", "num_blocks").collect()
+    found: dict[str, dict[str, int]] = {}
+    of_tiers = rows.filter(pl.col("status").is_not_null())
+    for tier, cause, count in (
+        of_tiers.group_by("status", "cause").agg(pl.col("num_blocks").sum()).sort("status", "cause").rows()
+    ):
+        found.setdefault(tier, {})[cause] = count
+    return found
