@@ -118,6 +118,7 @@ class Instance:
         self._arrivals: list[Request] = []
         self._aborts: list[str] = []
         self._preemptions: list[str] = []
+        self._resets: list[tuple[bool, bool, bool]] = []
         self._in_flight: SchedulerOutput | None = None
         self._coast: _Coast | None = None
         self._timer: Timer | None = None
@@ -190,6 +191,14 @@ class Instance:
         self._preemptions.append(request_id)
         self.poke()
         return True
+
+    def reset_caches(self, *, gpu: bool = False, running: bool = False, connector: bool = False) -> None:
+        """An action fault, or an operator: before the next step, forget what is cached in these places.
+
+        `running`: requests are preempted first, so that the pool is empty (vLLM: reset_prefix_cache's flags).
+        """
+        self._resets.append((gpu, running, connector))
+        self.poke()
 
     def kill(self, cause: str) -> None:
         """The process is gone: every live request on it fails, nothing is sent any more."""
@@ -285,6 +294,12 @@ class Instance:
             preemptions, self._preemptions = self._preemptions, []
             for request_id in preemptions:
                 scheduler.preempt(request_id)
+        while self._resets:
+            gpu, running, connector = self._resets.pop(0)
+            if gpu:
+                scheduler.reset_prefix_cache(reset_running=running, reset_connector=connector)
+            elif connector:
+                scheduler.reset_connector_cache()
 
     def _apply_aborts(self) -> None:
         if self._aborts:

@@ -41,6 +41,7 @@ class Scheduler(AdmissionLayer):
     `divergent_hits`: the connector can bring a Mamba state that is missing at the end of full attention's hit.
     `defer_async_loads`: loads, too, wait for steps in flight.
     `loads_every_group`: a load brings all of a request's own blocks, also those that no prefix cache could hold.
+    `refuses_reset`: a reset that cannot empty the pool is refused instead of being fatal.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Scheduler(AdmissionLayer):
         divergent_hits: bool = False,
         defer_async_loads: bool = False,
         loads_every_group: bool = False,
+        refuses_reset: bool = False,
     ) -> None:
         super().__init__(
             config,
@@ -78,6 +80,7 @@ class Scheduler(AdmissionLayer):
             divergent_hits=divergent_hits,
             defer_async_loads=defer_async_loads,
             loads_every_group=loads_every_group,
+            refuses_reset=refuses_reset,
         )
         self.recovery = Recovery(self, recompute=recompute_load_failures, rules=failure_rules)
 

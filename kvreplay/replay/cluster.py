@@ -53,7 +53,7 @@ def topology_of(config: ReplayConfig, workload: Workload | None) -> TopologyInfo
     return TopologyInfo(
         instances={name: kv_role_of(role, config) for name, role in instance_names(config).items()},
         connectors=frozenset() if kind == "none" else frozenset({kind}),
-        commands=frozenset({"abort", "crash", "restart", "preempt", "step-raises", "arrival"}),
+        commands=frozenset({"abort", "crash", "restart", "preempt", "reset", "step-raises", "arrival"}),
         request_ids=[arrival.request_id for arrival in workload.arrivals] if workload is not None else None,
         num_ranks=max(config.topology.num_ranks(role) for role in config.topology.roles),
         num_groups=len(config.model.groups),

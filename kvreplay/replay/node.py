@@ -150,6 +150,7 @@ class Node:
             ),
             kv_role=self.kv_role,
             loads_every_group=around.config.connector.kind == "mooncake",
+            refuses_reset=around.behaviour["reset_while_loading"] == "refuse",
             accounts=RecomputeAccounts(log, around.index.num_segments),
             use_lockstep=around.use_lockstep,
             output_is_shared=around.index.shares_generated,
@@ -275,6 +276,9 @@ class Node:
         match command.verb:
             case "preempt":
                 return self.instance.preempt(arguments["request_id"])
+            case "reset":
+                self.instance.reset_caches(**arguments)
+                return True
             case "step-raises":
                 self.instance.raise_in_next_step(
                     arguments.get("exception", "RuntimeError"), arguments.get("message", "injected")

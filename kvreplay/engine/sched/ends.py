@@ -107,7 +107,7 @@ class EndsLayer(LockstepLayer):
                 self._preempt(request, drop_stale_output=True)
         cached = int(np.count_nonzero(self.pool.keys >= 0))
         done = self.kv.reset_prefix_cache()
-        if reset_running and not done:
+        if reset_running and not done and not self._refuses_reset:
             raise EngineFatal(
                 "RuntimeError",
                 "Failed to reset KV cache even when all the running requests are preempted and moved to the waiting "
@@ -115,9 +115,12 @@ class EndsLayer(LockstepLayer):
             )
         if done:
             self.log.evicted(cached, 0, "reset")
-        if reset_connector and self.connector is not None:
-            return self.connector.reset_cache() and done
-        return done
+        return (self.reset_connector_cache() and done) if reset_connector else done
+
+    def reset_connector_cache(self) -> bool:
+        """What the connector has cached is forgotten, where it caches anything."""
+        self._blocks_changed()
+        return self.connector is not None and self.connector.reset_cache()
 
     def preempt(self, request_id: str) -> bool:
         """Preempt one running request from outside, between steps. False if it does not run."""

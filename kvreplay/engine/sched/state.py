@@ -64,6 +64,7 @@ class SchedulerState:
         divergent_hits: bool = False,
         defer_async_loads: bool = False,
         loads_every_group: bool = False,
+        refuses_reset: bool = False,
     ) -> None:
         self.config = config
         self.kv = kv
@@ -87,6 +88,7 @@ class SchedulerState:
         self._defer_async_loads = self.fences.enabled and defer_async_loads
         self._divergent_hits = divergent_hits
         self.loads_every_group = loads_every_group
+        self._refuses_reset = refuses_reset
         self._replay_groups = frozenset(group for group, spec in enumerate(kv.groups) if spec.prefix_replay_tokens)
         self._cacheable_groups = frozenset(group for group, spec in enumerate(kv.groups) if spec.prefix_cacheable)
         self._output_is_shared = output_is_shared
