@@ -239,11 +239,12 @@ class WorkerModel:
         So it is into blocks that are being loaded for somebody else by now.
         """
         ids = np.asarray(block_ids, np.int64)
-        if provenance is not None or (self._loading[ids] == _NO_LOAD).any():
+        is_unasked = provenance is not None and not provenance.asked_for
+        late = ids if is_unasked else ids[self._loading[ids] == _NO_LOAD]
+        if len(late):
             if self.on_late_write is not None:
                 self.on_late_write()
             self._flush_members()
-            late = ids if provenance is not None else ids[self._loading[ids] == _NO_LOAD]
             for block_id in late.tolist():
                 owner = self._owner_of(block_id)
                 self.late_writes.append(LateWrite(block_id, group, owner, provenance))
@@ -251,7 +252,7 @@ class WorkerModel:
                     self._rewritten[block_id] = None
         self.buffers.write_blocks(group, ids, words)
         if provenance is not None:
-            for block_id in ids.tolist():
+            for block_id in late.tolist():
                 self.buffers.provenance[block_id] = provenance
 
     def mark_corrupted(self, block_id: int, provenance: Provenance) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvreplay.events import Event, EventSink
 from kvreplay.faults.action import ActionFault, targets_of
+from kvreplay.faults.blame import Blame
 from kvreplay.faults.holding import Holding
 from kvreplay.faults.message import MessageFault
 from kvreplay.faults.patterns import EventPattern
@@ -59,6 +60,7 @@ class Injector:
         self._arrivals: list[ArrivalFault] = []
         self._config_records: list[Record] = []
         self._records = [self._take_on(fault, seed, watched_sink) for fault in plan]
+        self.blame = Blame([record.hits for record in self._records])
 
         self._by_kind = {
             kind: [fault for fault in self._messages if fault.kind == kind]
@@ -205,11 +207,6 @@ class Injector:
         elif command.verb == "restart":
             self._down.pop(address, None)
         return True
-
-    def last_fault_of(self, request_id: str) -> int | None:
-        """The handle of the last `fault.injected` event that names this request."""
-        handles = [handle for record in self._records if (handle := record.handle_of(request_id)) is not None]
-        return max(handles, default=None)
 
     # -- the end -----------------------------------------------------------------------------------------
 

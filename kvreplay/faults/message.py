@@ -138,7 +138,7 @@ def _key_of(envelope: Envelope) -> str:
 
 def _on_top_of(before: Delivery, after: Delivery, spec: str, handle: int) -> Delivery:
     """A fault's result, with what earlier faults had already done to this delivery."""
-    envelope = after.envelope
+    envelope = replace(after.envelope, fault_handle=handle)
     if any(not corruption.fault_spec for corruption in envelope.corruptions):
         signed = tuple(_signed(corruption, spec, handle) for corruption in envelope.corruptions)
         envelope = replace(envelope, corruptions=signed)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvreplay.events import Event, EventSink
+from kvreplay.faults.blame import Hits
 from kvreplay.faults.spec import Fault
 
 _NO_INSTANCE = ("client", "proxy", "")
@@ -24,7 +25,7 @@ class Record:
         self._fault = fault
         self._sink = sink
         self._named: dict[str, dict[str | None, int]] = {}
-        self._last: dict[str | None, int] = {}
+        self.hits = Hits(fault)
 
     def fire(
         self,
@@ -42,7 +43,7 @@ class Record:
         for index, request_id in enumerate(request_ids or [None]):
             if request_id in named:
                 continue
-            named[request_id] = self._last[request_id] = self._sink.emit(
+            named[request_id] = self._sink.emit(
                 Event(
                     "fault.injected",
                     time_ns,
@@ -54,11 +55,8 @@ class Record:
                     cause=self._fault.spec,
                 )
             )
+            self.hits.add(named[request_id], request_id, (instance, peer))
         return next(iter(named.values()))
-
-    def handle_of(self, request_id: str) -> int | None:
-        """The last event that names this request."""
-        return self._last.get(request_id)
 
     @property
     def statistics(self) -> FaultStatistics:

@@ -19,6 +19,8 @@ class Provenance(NamedTuple):
     """The request for which they were sent."""
     fault_spec: str = ""
     fault_handle: int = -1
+    asked_for: bool = False
+    """Whoever asked for them waits for them still; so they are as right as the blocks are still the request's."""
 
 
 class KVMemory(Protocol):
@@ -29,7 +31,7 @@ class KVMemory(Protocol):
         ...
 
     def write_blocks(self, group: int, block_ids: BlockIds, words: WordArray, *, provenance: Provenance | None) -> None:
-        """Overwrite whole blocks. `provenance` where their right to be there is in doubt; None: as asked for."""
+        """Overwrite whole blocks. `provenance` None: for whoever holds them."""
         ...
 
     def mark_corrupted(self, block_id: int, provenance: Provenance) -> None:

@@ -79,7 +79,7 @@ class Cluster:
         self.injector = Injector(settings.plan, settings.seed, sink, self.loop, self.bus)
         self.sink = self.injector.sink
         self.index = ContentIndex(workload.arrivals, resolve_block_sizes(config.model.groups).hashing)
-        self.findings = LiveFindings(self.loop, self.sink, self.injector.last_fault_of)
+        self.findings = LiveFindings(self.loop, self.sink, self.injector.blame.of_request)
         self.roles = instance_names(config)
         surroundings = Surroundings(
             config=config,

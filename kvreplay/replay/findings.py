@@ -1,7 +1,7 @@
 """The live checkers of a run: what they find becomes `violation` rows."""
 
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
 
 from kvreplay.checkers.conservation import check_conservation, check_drained, snapshot_of
 from kvreplay.checkers.finding import CONTENT, FENCE, NULL_BLOCK, Finding
@@ -11,10 +11,16 @@ from kvreplay.engine.worker import LateWrite
 from kvreplay.events import EventSink
 from kvreplay.ids import NS_PER_S, NULL_BLOCK_ID
 from kvreplay.kv.memory import Provenance
+from kvreplay.sim.envelope import PULL_REQUEST, RANK_REPORT, WRITE_DATA
 from kvreplay.sim.event_loop import EventLoop
 
-FaultOf: TypeAlias = Callable[[str], int | None]
-"""Request id → the handle of the last `fault.injected` event that named it."""
+FaultOf: TypeAlias = Callable[[str, Sequence[str]], int | None]
+"""(request id, kinds of message) → the handle of the last `fault.injected` event that named it; one of a fault on such
+a message goes before the others."""
+_BRING_BYTES: Final = (WRITE_DATA, RANK_REPORT)
+"""What may lose or keep bytes, or say too early that they are there."""
+_LEAVE_BLOCKS: Final = (RANK_REPORT, WRITE_DATA, PULL_REQUEST)
+"""What may keep a transfer from being over."""
 
 _RECOUNT_NS = 1200 * NS_PER_S
 """A pool is recounted when its instance idles, but not more often than this: a recount looks at every block."""
@@ -23,7 +29,7 @@ _RECOUNT_NS = 1200 * NS_PER_S
 class LiveFindings:
     """Told by the instances of one run (`engine.instance.Findings`)."""
 
-    def __init__(self, loop: EventLoop, sink: EventSink, fault_of: FaultOf = lambda request_id: None) -> None:
+    def __init__(self, loop: EventLoop, sink: EventSink, fault_of: FaultOf = lambda request_id, kinds: None) -> None:
         self._loop = loop
         self._sink = sink
         self._fault_of = fault_of
@@ -47,7 +53,8 @@ class LiveFindings:
             group=wrong.group,
             transfer_id=provenance.transfer_id if provenance is not None else None,
         )
-        self._emit(finding, self._fault_behind(provenance, wrong.request_id))
+        whose = provenance.request_id if provenance is not None else wrong.request_id
+        self._emit(finding, self._fault_behind(provenance, whose))
 
     def _null_block(self, instance: Instance, wrong: WrongBlock) -> None:
         act = "computed into" if wrong.is_write else "read from"
@@ -73,13 +80,15 @@ class LiveFindings:
             group=late.group,
             transfer_id=provenance.transfer_id if provenance is not None else None,
         )
-        self._emit(finding, self._fault_behind(provenance))
+        self._emit(
+            finding, self._fault_behind(provenance, provenance.request_id if provenance is not None else late.owner)
+        )
 
-    def _fault_behind(self, provenance: Provenance | None, reader: str | None = None) -> int | None:
-        """The fault that changed the bytes; else that of the request for which they came, too late, or did not come."""
-        if provenance is None:
-            return self._fault_of(reader) if reader is not None else None
-        return provenance.fault_handle if provenance.fault_handle >= 0 else self._fault_of(provenance.request_id)
+    def _fault_behind(self, provenance: Provenance | None, whose: str) -> int | None:
+        """The fault that changed the bytes, or their time; else that of the request for which they came, or did not."""
+        if provenance is not None and provenance.fault_handle >= 0:
+            return provenance.fault_handle
+        return self._fault_of(whose, _BRING_BYTES)
 
     def idle(self, instance: Instance) -> None:
         now = self._loop.now_ns
@@ -97,7 +106,8 @@ class LiveFindings:
     def check_drained(self, instance: Instance) -> None:
         """At the end: nobody holds a block."""
         for finding in check_drained(snapshot_of(instance.scheduler.kv), instance.name, self._loop.now_ns):
-            self._emit(finding)
+            assert finding.request_id is not None
+            self._emit(finding, self._fault_of(finding.request_id, _LEAVE_BLOCKS))
 
     def _emit(self, finding: Finding, fault_handle: int | None = None) -> None:
         self._sink.emit(finding.to_event(fault_handle))

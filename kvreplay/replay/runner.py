@@ -1,7 +1,7 @@
 """`run`: a trace in, a cluster played, a summary and perhaps a trace out."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,9 +10,12 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvreplay.checkers.finding import RANK_AGREE, Finding
+from kvreplay.checkers.frames import routes
 from kvreplay.checkers.trace_checkers import check_trace
 from kvreplay.errors import TraceError
 from kvreplay.events import DETAIL_RUN, Event
+from kvreplay.faults.blame import Blame
 from kvreplay.faults.plan import FaultPlan
 from kvreplay.faults.record import FaultStatistics
 from kvreplay.kv.content_index import ContentIndex
@@ -21,6 +24,7 @@ from kvreplay.replay.config import Role
 from kvreplay.replay.config_load import LoadedConfig
 from kvreplay.replay.presets import packaged_folder, packaged_names
 from kvreplay.replay.sampler import expected_output_hash
+from kvreplay.sim.envelope import RANK_REPORT
 from kvreplay.trace.digest import file_digest
 from kvreplay.trace.reader import Trace, read_trace
 from kvreplay.trace.schema import MEMORY_SCHEMA, TraceMetadata, canonical_json, release_memory
@@ -116,8 +120,7 @@ class _Played(NamedTuple):
     roles: dict[str, Role]
     statistics: list[FaultStatistics]
     content_index: ContentIndex
-    fault_of: Callable[[str], int | None]
-    """Request → the handle of the last fault that named it."""
+    blame: Blame
 
 
 def _play(options: RunOptions, workload: Workload, sink: MemoryTrace, advance: Advance) -> _Played:
@@ -130,7 +133,7 @@ def _play(options: RunOptions, workload: Workload, sink: MemoryTrace, advance: A
     cluster.run(watch)
     advance(len(workload.arrivals), cluster.loop.now_ns)
     return _Played(
-        cluster.loop.now_ns, cluster.roles, cluster.injector.statistics(), cluster.index, cluster.injector.last_fault_of
+        cluster.loop.now_ns, cluster.roles, cluster.injector.statistics(), cluster.index, cluster.injector.blame
     )
 
 
@@ -185,8 +188,9 @@ def _summarise(options: RunOptions, played: _Played, workload: Workload, sink: M
         for finding in check_trace(frame, sink.detail, _digests(played.content_index, workload))
     ]
     if findings:
+        pairs = {row[0]: row[1:] for row in routes(frame).select("request_id", "producer", "serving").collect().rows()}
         for finding in findings:
-            sink.emit(finding.to_event(played.fault_of(finding.request_id) if finding.request_id is not None else None))
+            sink.emit(finding.to_event(_fault_behind(finding, played.blame, pairs.get(finding.request_id, ()))))
         frame = sink.frame(_JUDGED_COLUMNS)
     facts = RunFacts(
         fingerprint=sink.fingerprint(),
@@ -199,6 +203,15 @@ def _summarise(options: RunOptions, played: _Played, workload: Workload, sink: M
         path_timers_ns=path_timers_ns(options.loaded.config),
     )
     return summarise(frame, facts)
+
+
+def _fault_behind(finding: Finding, blame: Blame, pair: Iterable[str | None]) -> int | None:
+    """The handle of the fault that is most likely behind what a checker has found in the trace: one that named the
+    request, else one that has harmed an instance of its pair for good."""
+    if finding.request_id is None:
+        return None
+    handle = blame.of_request(finding.request_id, (RANK_REPORT,) if finding.checker == RANK_AGREE else ())
+    return handle if handle is not None else blame.lasting_at([name for name in pair if name is not None])
 
 
 def _digests(index: ContentIndex, workload: Workload) -> Callable[[Sequence[str], NDArray[np.int64]], list[int]]:

@@ -79,6 +79,8 @@ class FaultRow:
     catches: Catches = field(default_factory=dict)
     """Once the fault has fired: later events, of the same instance and peer, whose requests it names too."""
     whole_conversation: bool = False
+    lasts: bool = False
+    """Its harm to the instance that it hits outlasts the message: whoever comes later suffers too."""
     short_name: bool = False
     needs: str = ""
     """A connector kind that must be configured for the fault to be possible, for instance `mooncake`."""

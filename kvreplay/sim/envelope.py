@@ -46,6 +46,8 @@ class Envelope:
     size_bytes: int = 0
     corruptions: tuple["Corruption", ...] = ()
     """Byte faults to apply to the delivered copy; the source keeps the truth."""
+    fault_handle: int = -1
+    """The event of the last fault that changed this delivery, or its time."""
     write_result: int | None = None
     """A transfer-engine write's forced return value (0 or -1); None: what it would return."""
 

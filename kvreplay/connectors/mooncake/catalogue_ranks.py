@@ -209,6 +209,7 @@ PEERS: Final = (
         target=PULL_REQUEST,
         survives=f"it is ignored, or else {_FAILS_OR_RECOMPUTES} after the receive timeout",
         transform=_send_stray,
+        lasts=True,
         needs=_NEEDS,
     ),
 )
@@ -237,6 +238,7 @@ WRITES: Final = (
         survives=f"{_FAILS_OR_RECOMPUTES}; the producer's blocks expire",
         settings={"message": Setting(default="injected error", doc="the exception's text, which is the reply's")},
         transform=_raise,
+        lasts=True,
         needs=_NEEDS,
     ),
 )
@@ -248,6 +250,7 @@ RANKS: Final = (
         verb="drop",
         target=RANK_REPORT,
         survives="it is reported again",
+        lasts=True,
         needs=_NEEDS,
     ),
     FaultRow(

@@ -37,7 +37,7 @@ class RankMemory(Protocol):
         *,
         provenance: Provenance | None,
     ) -> None:
-        """Overwrite them. `provenance` where their right to be there is in doubt. Raises UnregisteredMemoryError."""
+        """Overwrite them. `provenance`: for whom they are. Raises UnregisteredMemoryError."""
         ...
 
     def mark_corrupted(self, region: Region, block_id: int, provenance: Provenance) -> None:

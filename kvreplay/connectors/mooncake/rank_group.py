@@ -71,6 +71,8 @@ class RankGroup:
         self._early: list[dict[int, RankReport]] = [{} for _ in workers]
         """Reports that wait for an earlier one of their rank."""
         self._arrived: list[RankReport] = []
+        self._loading: dict[str, list[list[int]]] = {}
+        """Requests that are being loaded → their blocks: a report of wrong blocks does not say whose they are."""
         self._unacknowledged: dict[tuple[int, int], RankReport] = {}
         self._retries = 0
         self._retry: Timer | None = None
@@ -78,6 +80,8 @@ class RankGroup:
         self._is_dead = False
 
     def start_load_kv(self, metadata: MooncakeConnectorMetadata, compute_until_ns: int = 0) -> int:
+        for wanted in metadata.reqs_to_recv.values():
+            self._loading.update({req_id: meta.local_block_ids for req_id, meta in wanted.items() if meta.has_blocks})
         return max(worker.start_load_kv(metadata, compute_until_ns) for worker in self.workers)
 
     def has_report(self) -> bool:
@@ -96,7 +100,10 @@ class RankGroup:
         arrived, self._arrived = self._arrived, []
         if not arrived:
             return None
-        return self._aggregator.aggregate([report.output for report in arrived]) or None
+        output = self._aggregator.aggregate([report.output for report in arrived])
+        for req_id in output.finished_recving:
+            self._loading.pop(req_id, None)
+        return output or None
 
     def failure_reason(self, request_id: str) -> str | None:
         reasons = [worker.failure_reason(request_id) for worker in self.workers]
@@ -118,20 +125,26 @@ class RankGroup:
         return report
 
     def _send(self, report: RankReport) -> None:
-        output = report.output
-        request_ids = (*output.finished_sending, *output.finished_recving, *output.failed_recving)
         envelope = Envelope(
             kind=RANK_REPORT,
             source=f"{self._instance}/rank/{report.rank}",
             destination=f"{self._instance}/scheduler",
             payload=report,
-            request_ids=tuple(dict.fromkeys(request_ids)),
+            request_ids=self._named_in(report.output),
             conversation=f"rank/{self.workers[0].identity.engine_id}/{report.rank}/{report.number}",
             attempt=self._retries,
             peer_index=report.rank,
             num_peers=len(self.workers),
         )
         hand_over(self._bus, envelope, self._receive)
+
+    def _named_in(self, output: KVConnectorOutput) -> tuple[str, ...]:
+        names = dict.fromkeys((*output.finished_sending, *output.finished_recving, *output.failed_recving))
+        wrong = frozenset(output.invalid_block_ids)
+        for req_id, of_groups in self._loading.items() if wrong else ():
+            if not all(wrong.isdisjoint(block_ids) for block_ids in of_groups):
+                names[req_id] = None
+        return tuple(names)
 
     def _send_again(self) -> None:
         """What has been lost on its way; for a while only, so that a run with a rank that is cut off ends."""

@@ -56,22 +56,22 @@ class WriteTarget:
         if data.lands is not None or not envelope.write_result:
             try:
                 damages = _damages(envelope.corruptions, data) if envelope.corruptions else {}
-                if not self._land(data, pull, damages):
+                if not self._land(data, pull, damages, envelope.fault_handle):
                     return -1
             except UnregisteredMemoryError:
                 return -1
         return envelope.write_result or 0
 
-    def _land(self, data: WriteData, pull: Pull | None, damages: dict[int, list[Damage]]) -> bool:
+    def _land(self, data: WriteData, pull: Pull | None, damages: dict[int, list[Damage]], envelope_fault: int) -> bool:
         """Copy what this delivery brings. False if the producer has nothing to read any more."""
         counts = self.verifies and pull is not None and _is_new(data, pull)
         for segment, piece in data.landing():
             contents = data.read(piece)
             if contents is None:
                 return False
-            is_wanted = pull is not None and segment.request_id in pull.open
             # A late write's blocks may belong to someone else by now.
-            provenance = None if is_wanted else Provenance(segment.transfer_id, segment.request_id)
+            is_wanted = pull is not None and segment.request_id in pull.open
+            provenance = Provenance(segment.transfer_id, segment.request_id, "", envelope_fault, asked_for=is_wanted)
             if damages:
                 piece, contents = self._damage(segment, piece, contents, damages)
             part = piece.copy.part

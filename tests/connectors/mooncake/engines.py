@@ -45,7 +45,7 @@ class Memory:
 
     def write_blocks(self, group: int, block_ids: BlockIds, words: WordArray, *, provenance: Provenance | None) -> None:
         self.buffers.write_blocks(group, block_ids, words)
-        if provenance is not None:
+        if provenance is not None and not provenance.asked_for:
             self.in_doubt.append(provenance)
 
     def mark_corrupted(self, block_id: int, provenance: Provenance) -> None:

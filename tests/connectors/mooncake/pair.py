@@ -55,7 +55,7 @@ class FakeMemory:
     def write_blocks(self, group: int, block_ids: BlockIds, words: WordArray, *, provenance: Provenance | None) -> None:
         for block_id, row in zip(block_ids, words.tolist(), strict=True):
             self.blocks[group, int(block_id)] = row
-        if provenance is not None:
+        if provenance is not None and not provenance.asked_for:
             self.in_doubt.append(provenance)
 
     def mark_corrupted(self, block_id: int, provenance: Provenance) -> None:
