@@ -6,6 +6,7 @@ import polars as pl
 
 from kvreplay.events import Event
 
+AGREE: Final = "AGREE"
 CONSERVATION: Final = "CONSERVATION"
 CONTENT: Final = "CONTENT"
 EXACTLY_ONCE: Final = "EXACTLY-ONCE"

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from kvreplay.behaviour import DEFAULT_PROFILE, Behaviour, profile
 from kvreplay.conformance.vector import Json, UnsupportedVectorError
 from kvreplay.conformance.workload import GroupSpec, RequestSpec, Speculation, Workload, read_workload
 from kvreplay.engine.config import SPECULATIVE_METHODS, SchedulerConfig, SpeculativeConfig
 from kvreplay.engine.connector import KVConnectorOutput
 from kvreplay.engine.log import EngineLog
 from kvreplay.engine.output import ModelRunnerOutput, RequestOutput, SchedulerOutput, Share
+from kvreplay.engine.recovery import FailureRules
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.scheduler import Scheduler
 from kvreplay.errors import EngineFatal
@@ -93,14 +95,18 @@ def run_workload(document: Json) -> Iterator[dict[str, Any]]:
 
 def _steps(workload: Workload) -> Iterator[dict[str, Any]]:
     # A generator, so that what goes wrong in here is met where steps are taken.
-    yield from _Driver(workload).run()
+    yield from Driver(workload).run()
 
 
-class _ScriptedSampler:
+class ScriptedSampler:
     """The token at position p is (p * 7 + 13) % 1000."""
 
+    @staticmethod
+    def token(position: int) -> int:
+        return (position * 7 + 13) % 1000
+
     def sample(self, request: Request, position: int) -> int:
-        token = (position * 7 + 13) % 1000
+        token = self.token(position)
         content = request.content
         assert isinstance(content, TokenContent)
         content.append(token)
@@ -138,10 +144,11 @@ class _EvictionSink:
         return -1
 
 
-class _Driver:
-    """Arrivals, events and steps in the order of the recorded driver."""
+class Driver:
+    """Arrivals, events and steps in the order of the recorded driver. Whoever drives more than decisions extends it."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, behaviour: Behaviour | None = None) -> None:
+        behaviour = behaviour or profile(DEFAULT_PROFILE)
         self.workload = workload
         engine = workload.engine
         groups = [_group_spec(group, engine.block_size) for group in workload.groups]
@@ -165,12 +172,14 @@ class _Driver:
             hash_block_size=engine.hash_block_size,
             drafts=drafts,
         )
+        self.log = EngineLog(_EvictionSink(), None)
         self.scheduler = Scheduler(
             config,
             self.kv,
             self.connector,
-            _ScriptedSampler(),
-            EngineLog(_EvictionSink(), None),
+            ScriptedSampler(),
+            self.log,
+            failure_rules=FailureRules.of(behaviour),
             recompute_load_failures=engine.kv_load_failure_policy == "recompute" or self.connector is None,
             kv_role=engine.kv_role if self.connector is not None else "",
             speculation=speculation,
@@ -256,6 +265,7 @@ class _Driver:
         out = scheduler.schedule()
         self._record_schedule(out)
         self.in_flight.append(out)
+        self.execute(out)
         for event in self.events.get(step, ()):
             if event.abort_mid:
                 where[0] = "abort"
@@ -269,12 +279,27 @@ class _Driver:
         if scheduler.config.async_scheduling:
             record["upd_of"] = [share.request.request_id for share in out.shares]
         accepted = self._accepted(out)
-        outputs = scheduler.update_from_output(out, ModelRunnerOutput(self._reports(), accepted))
+        reports = self._reports()
+        self.before_update(out, reports)
+        outputs = scheduler.update_from_output(out, ModelRunnerOutput(reports, accepted))
+        self.after_update(out, outputs)
         self._record_connector()
         if outputs:
             record["out"] = [_output_row(output) for output in outputs]
         if scheduler.speculation is not None and not scheduler.config.async_scheduling:
             scheduler.take_drafts(out)
+
+    # -- what the workers would do ----------------------------------------------------------------------------
+
+    def execute(self, out: SchedulerOutput) -> None:
+        """A step has been scheduled; those before it may still be in flight."""
+
+    def before_update(self, out: SchedulerOutput, reports: KVConnectorOutput | None) -> None:
+        """The step has been computed, and its output and the connector's reports are about to be taken in."""
+
+    def after_update(self, out: SchedulerOutput, outputs: list[RequestOutput]) -> None: ...
+
+    # -- the driver's part ------------------------------------------------------------------------------------
 
     def _accepted(self, out: SchedulerOutput) -> dict[str, int]:
         accepted: dict[str, int] = {}
@@ -290,13 +315,16 @@ class _Driver:
         prompt = spec.prompt_token_ids
         return Request(
             spec.id,
-            self.index.content(prompt, spec.salt),
+            self.make_content(prompt, spec.salt),
             num_prompt_tokens=len(prompt),
             max_tokens=spec.max_tokens,
             arrival_ns=spec.arrive,
             priority=spec.priority,
             stop_token_ids=tuple(spec.stop or ()),
         )
+
+    def make_content(self, prompt: list[int], salt: str | None) -> TokenContent:
+        return self.index.content(prompt, salt)
 
     def _reports(self) -> KVConnectorOutput | None:
         if self.connector is None:

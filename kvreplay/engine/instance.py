@@ -380,7 +380,7 @@ class Instance:
                 share.num_external_tokens for share in out.shares if share.request.request_id not in skipped
             )
         if self._model is not None:
-            self._report_findings(outputs)
+            self._report_findings(out, outputs)
         if self.on_finished is not None:
             for output in outputs:
                 if output.finish_reason is not None:
@@ -393,13 +393,13 @@ class Instance:
             if request is not None and request_id not in self.scheduler.failed_recving:
                 self.counters.loaded_tokens += request.num_external_tokens
 
-    def _report_findings(self, outputs: list[RequestOutput]) -> None:
+    def _report_findings(self, out: SchedulerOutput, outputs: list[RequestOutput]) -> None:
         model, findings = self._model, self._findings
         assert model is not None
         if findings is None or not model.has_findings:
             return
         emitted = [output.request.request_id for output in outputs if output.token_ids]
-        wrong = model.commit(emitted, self.scheduler.skipped)
+        wrong = model.commit(out.step, emitted, self.scheduler.skipped)
         for block in wrong:
             findings.wrong_block(self, block)
         if model.late_writes:

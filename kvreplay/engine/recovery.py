@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
+from kvreplay.behaviour import Behaviour
 from kvreplay.engine.accounts import RecomputeAccounts
 from kvreplay.engine.history.hybrid_failures import unpack_crash, whole_request
 from kvreplay.engine.ideal_recovery import longest_valid_prefix
@@ -37,6 +38,10 @@ class FailureRules:
 
     hybrid: str = REJECT
     by_request: bool = True
+
+    @classmethod
+    def of(cls, behaviour: Behaviour) -> FailureRules:
+        return cls(hybrid=behaviour["hybrid_failure"], by_request=behaviour["request_level_failures"] == "on")
 
 
 VLLM_0_33_FAILURES: Final = FailureRules()

@@ -43,6 +43,7 @@ class Suspect:
 
     request: Request
     wrong: list[tuple[Origin, WrongBlock]]
+    step: int
     is_hit: bool
     """Read by hitting blocks that somebody else left in the cache: a finding whether or not a token follows."""
 
@@ -57,13 +58,18 @@ class Suspects:
     def add(self, suspect: Suspect) -> None:
         self._suspects.append(suspect)
 
-    def commit(self, emitted: Container[str], dropped: Container[str]) -> list[WrongBlock]:
-        """After a step's update. `emitted`: who got a token; `dropped`: whose sample led to nothing."""
+    def commit(self, step: int, emitted: Container[str], dropped: Container[str]) -> list[WrongBlock]:
+        """After the update of a step. `emitted`: who got a token; `dropped`: whose sample led to nothing.
+
+        What later steps have read, which are in flight already, waits for theirs.
+        """
         findings: list[WrongBlock] = []
         waiting: list[Suspect] = []
         for suspect in self._suspects:
             request = suspect.request
-            if request.request_id in dropped:
+            if suspect.step > step:
+                waiting.append(suspect)
+            elif request.request_id in dropped:
                 _drop(suspect)
             elif request.request_id in emitted or suspect.is_hit:
                 findings += _report(suspect)

@@ -48,9 +48,14 @@ class WorkerModel:
         self.scheduler = scheduler
         self.buffers = buffers
         self.every_read = every_read
+        self._step = -1
         self._suspects = Suspects()
         self._null_writes: list[WrongBlock] = []
-        self._reads_from = [_first_read(spec) for spec in scheduler.kv.groups]
+        specs = scheduler.kv.groups
+        self._reads_from = [_first_read(spec) for spec in specs]
+        self._all_groups = range(len(specs))
+        self._state_groups = [group for group, spec in enumerate(specs) if spec.kind == MAMBA]
+        self._token_groups = [group for group, spec in enumerate(specs) if spec.kind != MAMBA]
         self.late_writes: list[LateWrite] = []
         self.before_late_write: Callable[[], None] | None = None
         """Brings the scheduler up to this instant: words that were computed before must have been written before."""
@@ -82,12 +87,19 @@ class WorkerModel:
 
     def execute(self, out: SchedulerOutput) -> None:
         """Write and read what the step's shares compute; lockstep members write later and have nothing new to read."""
+        self._step = out.step
         if self._rewritten or self.every_read:
             self._recheck(out)
+        if self._state_groups:
+            # A step goes on from a state before it puts its own in the same place.
+            for share in out.shares:
+                self._read(share, self._state_groups)
         for share in out.shares:
             self._write(share.request, share.start, share.end)
         for share in out.shares:
-            self._read(share)
+            if self._read(share, self._token_groups):
+                self._write(share.request, share.start, share.end)  # what it has computed in this step is wrong, too
+            share.request.clean_until = share.end
 
     def _write(self, request: Request, start: int, end: int) -> None:
         buffers, taint = self.buffers, request.taint
@@ -99,33 +111,30 @@ class WorkerModel:
                 buffers.origins.update(dict.fromkeys(table[first:last].tolist(), request.tainted_by))
         request.written_until = end
 
-    def _read(self, share: Share) -> None:
-        """Everything before the share that has not been verified yet, and then the share itself is verified too."""
+    def _read(self, share: Share, groups: Sequence[int]) -> bool:
+        """Look at everything before the share that has not been verified yet. Returns whether something is wrong."""
         request = share.request
-        known = min(request.clean_until, share.start)
-        if known < share.start:
-            num_hit_tokens = share.num_local_tokens if share.admitted else 0
-            self._verify(request, known, share.start, num_hit_tokens=num_hit_tokens, share=share)
-        request.clean_until = share.end
+        if request.clean_until >= share.start:
+            return False
+        num_hit_tokens = share.num_local_tokens if share.admitted else 0
+        return self._verify(request, request.clean_until, share.start, groups, num_hit_tokens=num_hit_tokens)
 
     def _verify(
-        self, request: Request, start: int, end: int, *, num_hit_tokens: int = 0, share: Share | None = None
-    ) -> None:
-        """Look at what the token at `end` attends to of [start, end). `share`: what is computed from that now."""
+        self, request: Request, start: int, end: int, groups: Sequence[int], *, num_hit_tokens: int = 0
+    ) -> bool:
+        """Look at what the token at `end` attends to of [start, end). Returns whether something is wrong."""
         if self._hits_output(request, end):
             self._flush_members()
-        found = []
-        for group, table in enumerate(self.scheduler.kv.block_arrays(request.request_id)):
+        tables = self.scheduler.kv.block_arrays(request.request_id)
+        is_right = True
+        for group in groups:
             first = max(start, self._reads_from[group](end))
             if first < end and self._is_comparable(request, group):
-                positions = self.buffers.wrong_positions(table, request.content, group, first, end)
+                positions = self.buffers.wrong_positions(tables[group], request.content, group, first, end)
                 if positions is not None:
-                    found.append((group, table, positions))
-        for group, table, positions in found:
-            self._suspect(request, group, table, positions, num_hit_tokens)
-        if found and share is not None:
-            # What it has computed in this step is wrong, too.
-            self._write(request, share.start, share.end)
+                    self._suspect(request, group, tables[group], positions, num_hit_tokens)
+                    is_right = False
+        return not is_right
 
     def _is_comparable(self, request: Request, group: int) -> bool:
         """What no cache holds is computed again behind a hit, unless a load has brought it."""
@@ -163,7 +172,7 @@ class WorkerModel:
             (hits if first < num_hit_tokens else others).append((origin, seen))
         for wrong, is_hit in ((hits, True), (others, False)):
             if wrong:
-                self._suspects.add(Suspect(request, wrong, is_hit))
+                self._suspects.add(Suspect(request, wrong, self._step, is_hit))
 
     @property
     def has_findings(self) -> bool:
@@ -172,12 +181,12 @@ class WorkerModel:
 
     # -- findings ---------------------------------------------------------------------------------------------
 
-    def commit(self, emitted: Iterable[str], skipped: Sequence[str]) -> list[WrongBlock]:
-        """After the step's update: wrong reads that led to a token, or were hits. A dropped sample leads to nothing."""
+    def commit(self, step: int, emitted: Iterable[str], skipped: Sequence[str]) -> list[WrongBlock]:
+        """After the update of `step`: wrong reads that led to a token, or were hits. Dropped samples do not count."""
         null_writes, self._null_writes = self._null_writes, []
         if not self._suspects:
             return null_writes
-        return null_writes + self._suspects.commit(dict.fromkeys(emitted), skipped)
+        return null_writes + self._suspects.commit(step, dict.fromkeys(emitted), skipped)
 
     # -- lockstep ---------------------------------------------------------------------------------------------
 
@@ -239,21 +248,26 @@ class WorkerModel:
         So it is into blocks that are being loaded for somebody else by now.
         """
         ids = np.asarray(block_ids, np.int64)
+        late = self.note_landing(group, ids, provenance=provenance)
+        self.buffers.write_blocks(group, ids, words)
+        if provenance is not None:
+            for block_id in late:
+                self.buffers.provenance[block_id] = provenance
+
+    def note_landing(self, group: int, ids: BlockIds, *, provenance: Provenance | None) -> list[int]:
+        """A transfer is about to write these blocks. Returns those that it writes late, or without having been asked."""
         is_unasked = provenance is not None and not provenance.asked_for
-        late = ids if is_unasked else ids[self._loading[ids] == _NO_LOAD]
-        if len(late):
+        late: list[int] = (ids if is_unasked else ids[self._loading[ids] == _NO_LOAD]).tolist()
+        if late:
             if self.on_late_write is not None:
                 self.on_late_write()
             self._flush_members()
-            for block_id in late.tolist():
+            for block_id in late:
                 owner = self._owner_of(block_id)
                 self.late_writes.append(LateWrite(block_id, group, owner, provenance))
                 if owner is not None:
                     self._rewritten[block_id] = None
-        self.buffers.write_blocks(group, ids, words)
-        if provenance is not None:
-            for block_id in late.tolist():
-                self.buffers.provenance[block_id] = provenance
+        return late
 
     def mark_corrupted(self, block_id: int, provenance: Provenance) -> None:
         self.buffers.provenance[block_id] = provenance
@@ -288,7 +302,7 @@ class WorkerModel:
                 continue
             before = request.taint
             if not before:
-                self._verify(request, 0, end, share=share)
+                self._verify(request, 0, end, self._all_groups)
             if request.taint and not before and request.lockstep_since is not None:
                 # It writes wrong words from this step on: let it do so openly.
                 self.scheduler.materialise_member(request, out)

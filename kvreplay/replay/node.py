@@ -144,10 +144,7 @@ class Node:
             TraceSampler(),
             log,
             recompute_load_failures=around.recompute,
-            failure_rules=FailureRules(
-                hybrid=around.behaviour["hybrid_failure"],
-                by_request=around.behaviour["request_level_failures"] == "on",
-            ),
+            failure_rules=FailureRules.of(around.behaviour),
             kv_role=self.kv_role,
             loads_every_group=around.config.connector.kind == "mooncake",
             refuses_reset=around.behaviour["reset_while_loading"] == "refuse",
