@@ -106,6 +106,11 @@ class CheckedDriver(Driver):
         """Of this step's allocations, those whose loads have been seen."""
         self._step = 0
         self._null_blocks: dict[tuple[str, int], None] = {}
+        self._disagreed: dict[str, None] = {}
+        self._verifies = behaviour["transfer_integrity"] == "checksum"
+        self._fences = behaviour["transfer_fence"] == "attempt"
+        self._refused: dict[int, list[int]] = {}
+        """Step → blocks whose checksums were wrong in it."""
         self._specs = {spec.id: spec for spec in workload.requests}
         self.log.sink = self
 
@@ -153,13 +158,20 @@ class CheckedDriver(Driver):
         self._step = self.record["k"]
         self.model.prepare(out)
         for load in self._started_loads(out):
-            self._land(load)
+            self._land(load, out)
         self.model.execute(out)
 
-    def before_update(self, out: SchedulerOutput, reports: KVConnectorOutput | None) -> None:
+    def before_update(self, out: SchedulerOutput, reports: KVConnectorOutput | None) -> KVConnectorOutput | None:
         self._check_agreement(out)
-        if reports is None:
-            return
+        if reports is not None:
+            self._finish_loads(out, reports)
+        refused = self._refused.pop(out.step, [])
+        if refused:
+            reports = reports or KVConnectorOutput()
+            reports.invalid_block_ids = sorted({*reports.invalid_block_ids, *refused})
+        return reports
+
+    def _finish_loads(self, out: SchedulerOutput, reports: KVConnectorOutput) -> None:
         for request_id in reports.failed_recving:
             for load in self._loads.get(request_id, ())[:1]:
                 load.bad.update(dict.fromkeys(np.concatenate(load.tables).tolist()))
@@ -167,8 +179,9 @@ class CheckedDriver(Driver):
             loads = self._loads.get(request_id)
             if loads:
                 load = loads.pop(0)
-                self._announce(load)
-                self._land(load)
+                if not self._fences or self._is_open(load):
+                    self._announce(load)
+                    self._land(load, out)
 
     def after_update(self, out: SchedulerOutput, outputs: list[RequestOutput]) -> None:
         if self.connector is not None:
@@ -208,7 +221,9 @@ class CheckedDriver(Driver):
         for share in out.shares:
             request = share.request
             is_live = self.requests.get(request.request_id) is request and not request.num_stale_output_tokens
-            if is_live and not request.status.is_finished and share.end > request.num_tokens:
+            is_live = is_live and not request.status.is_finished and request.request_id not in self._disagreed
+            if is_live and share.end > request.num_tokens:
+                self._disagreed[request.request_id] = None
                 detail = f"computes up to token {share.end} of {request.num_tokens}"
                 self._found(AGREE, detail, request.request_id)
 
@@ -257,7 +272,7 @@ class CheckedDriver(Driver):
         script = self._specs[request_id].script
         return script.invalid if count == 1 or script.repeat else ()
 
-    def _land(self, load: _Load) -> None:
+    def _land(self, load: _Load, out: SchedulerOutput) -> None:
         """Only what was loaded can be bad: what the script says of other blocks is a report and nothing more."""
         for manager, table in zip(self.kv.managers, load.tables, strict=True):
             start = self._first_loaded(manager, table, load)
@@ -269,13 +284,21 @@ class CheckedDriver(Driver):
                     rows = self.buffers.read_blocks(manager.group, [block_id])
                     garbage = np.full_like(rows, mix64(_GARBAGE, block_id, load.end))
                     self.buffers.write_blocks(manager.group, [block_id], garbage)
+                    if self._verifies:
+                        self._refused.setdefault(out.step, []).append(block_id)
 
     def _announce(self, load: _Load) -> None:
+        for group, blocks in self._targets(load):
+            self.model.note_landing(group, blocks, provenance=None)
+
+    def _is_open(self, load: _Load) -> bool:
+        return all(self.model.is_loading(blocks) for _, blocks in self._targets(load))
+
+    def _targets(self, load: _Load) -> Iterator[tuple[int, BlockIds]]:
         for manager, table in zip(self.kv.managers, load.tables, strict=True):
             start = self._first_loaded(manager, table, load)
             if start < load.end:
-                blocks = np.array(self._loaded_blocks(manager, table, start, load.end), np.int64)
-                self.model.note_landing(manager.group, blocks, provenance=None)
+                yield manager.group, np.array(self._loaded_blocks(manager, table, start, load.end), np.int64)
 
     def _first_loaded(self, manager: KVGroupManager, table: BlockIds, load: _Load) -> int:
         """A load brings what prefix caches hold, from where the window has blocks on."""

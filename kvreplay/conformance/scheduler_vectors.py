@@ -19,6 +19,7 @@ from kvreplay.engine.log import EngineLog
 from kvreplay.engine.output import ModelRunnerOutput, RequestOutput, SchedulerOutput, Share
 from kvreplay.engine.recovery import FailureRules
 from kvreplay.engine.request import Request, RequestStatus
+from kvreplay.engine.rules import SchedulerRules
 from kvreplay.engine.scheduler import Scheduler
 from kvreplay.errors import EngineFatal
 from kvreplay.events import DETAIL_RUN, Event
@@ -149,6 +150,7 @@ class Driver:
 
     def __init__(self, workload: Workload, behaviour: Behaviour | None = None) -> None:
         behaviour = behaviour or profile(DEFAULT_PROFILE)
+        rules = SchedulerRules.of(behaviour)
         self.workload = workload
         engine = workload.engine
         groups = [_group_spec(group, engine.block_size) for group in workload.groups]
@@ -171,6 +173,8 @@ class Driver:
             retention_interval=engine.retention_interval,
             hash_block_size=engine.hash_block_size,
             drafts=drafts,
+            exact_estimates=rules.exact_estimates,
+            looks_at_whole_chunks=rules.looks_at_whole_chunks,
         )
         self.log = EngineLog(_EvictionSink(), None)
         self.scheduler = Scheduler(
@@ -180,6 +184,7 @@ class Driver:
             ScriptedSampler(),
             self.log,
             failure_rules=FailureRules.of(behaviour),
+            rules=rules,
             recompute_load_failures=engine.kv_load_failure_policy == "recompute" or self.connector is None,
             kv_role=engine.kv_role if self.connector is not None else "",
             speculation=speculation,
@@ -280,7 +285,7 @@ class Driver:
             record["upd_of"] = [share.request.request_id for share in out.shares]
         accepted = self._accepted(out)
         reports = self._reports()
-        self.before_update(out, reports)
+        reports = self.before_update(out, reports)
         outputs = scheduler.update_from_output(out, ModelRunnerOutput(reports, accepted))
         self.after_update(out, outputs)
         self._record_connector()
@@ -294,8 +299,9 @@ class Driver:
     def execute(self, out: SchedulerOutput) -> None:
         """A step has been scheduled; those before it may still be in flight."""
 
-    def before_update(self, out: SchedulerOutput, reports: KVConnectorOutput | None) -> None:
-        """The step has been computed, and its output and the connector's reports are about to be taken in."""
+    def before_update(self, out: SchedulerOutput, reports: KVConnectorOutput | None) -> KVConnectorOutput | None:
+        """The step has been computed, and its output is about to be taken in. Returns what is reported with it."""
+        return reports
 
     def after_update(self, out: SchedulerOutput, outputs: list[RequestOutput]) -> None: ...
 

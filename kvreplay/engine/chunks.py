@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from kvreplay.engine.config import SchedulerConfig, SpeculativeConfig
 from kvreplay.engine.request import Request
+from kvreplay.engine.rules import VLLM_0_33_RULES, SchedulerRules
 from kvreplay.kv.cache_manager import KVCacheManager
 from kvreplay.kv.managers.mamba import checkpoint_position
 
@@ -22,6 +23,7 @@ class ChunkRules:
     num_hash_lookahead: int = 0
     max_chunk: int = 0
     prefill_lookahead: int = 0
+    never_cuts_to_nothing: bool = False
 
     def aligned(self, request: Request, start: int, num_tokens: int) -> int:
         """Of `num_tokens` from `start` on, those up to where the state must be kept; 0 if there is no such place.
@@ -62,16 +64,36 @@ class ChunkRules:
             num_tokens, unit, drops_eagle_block=self.drops_eagle_block, num_lookahead=self.num_hash_lookahead
         )
 
-    def outside_lookahead(self, request: Request, start: int, num_tokens: int) -> int:
-        """No chunk ends so close to the end that a drafter would read beyond what is known."""
+    def outside_lookahead(self, request: Request, start: int, num_tokens: int, wanted: int) -> int:
+        """No chunk ends so close to the end that a drafter would read beyond what is known.
+
+        `wanted`: what the chunk had been before it was aligned.
+        """
         remaining = request.num_tokens - start - num_tokens
         if 0 < remaining < self.prefill_lookahead:
+            if self.never_cuts_to_nothing and self.block_size is not None:
+                return self._cut_elsewhere(request, start, num_tokens, wanted)
             num_tokens -= self.prefill_lookahead - remaining
         return max(num_tokens, 0)
 
+    def _cut_elsewhere(self, request: Request, start: int, num_tokens: int, wanted: int) -> int:
+        """At the last boundary that leaves the drafter enough, or after everything; else where it must be."""
+        assert self.block_size is not None
+        last = request.num_tokens - self.prefill_lookahead
+        boundary = last // self.block_size * self.block_size
+        if boundary > start:
+            return boundary - start
+        if start + wanted >= request.num_tokens:
+            return wanted
+        return last - start if last > start else num_tokens
+
 
 def chunk_rules(
-    config: SchedulerConfig, kv: KVCacheManager, speculation: SpeculativeConfig | None, block_size: int | None
+    config: SchedulerConfig,
+    kv: KVCacheManager,
+    speculation: SpeculativeConfig | None,
+    block_size: int | None,
+    rules: SchedulerRules = VLLM_0_33_RULES,
 ) -> ChunkRules:
     """`block_size` None: that of the aligned Mamba group."""
     aligned = [group.block_size for group in kv.groups if group.is_aligned_mamba]
@@ -84,4 +106,5 @@ def chunk_rules(
         num_hash_lookahead=kv.rules.num_hash_lookahead_tokens,
         max_chunk=min(budget, threshold) if threshold else budget,
         prefill_lookahead=speculation.num_prefill_lookahead if speculation is not None else 0,
+        never_cuts_to_nothing=rules.never_cuts_to_nothing,
     )

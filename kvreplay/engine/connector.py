@@ -60,6 +60,9 @@ class SchedulerConnector(Protocol):
         """Steps must not be skipped, and each block that a step gives out must be told."""
         ...
 
+    completes_failed_loads: bool
+    """A load that is reported as failed is also reported as finished, once nothing of it can arrive any more."""
+
     def on_new_request(self, request: Request) -> None: ...
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -120,6 +123,7 @@ class PlainSchedulerHalf:
 
     lookup_version = 0
     needs_every_step = False
+    completes_failed_loads = True
 
     def needs_share(self, request_id: str) -> bool:
         return False

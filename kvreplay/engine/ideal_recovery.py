@@ -6,7 +6,7 @@ is valid in every group. Nothing that was built on a bad block stays in the cach
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,20 +29,33 @@ def longest_valid_prefix(
     affected: list[str] = []
     for request in list(requests):
         tables = scheduler.kv.block_arrays(request.request_id)
-        held_bad = [block_id for ids in tables for block_id in ids[np.isin(ids, bad)].tolist()]
+        computed_before = request.num_computed_tokens - scheduled.get(request.request_id, 0)
+        held_bad = _bad_blocks(scheduler.kv, tables, bad, computed_before)
         if not held_bad:
             continue
-        computed_before = request.num_computed_tokens - scheduled.get(request.request_id, 0)
         kept = _valid_tokens(scheduler.kv, request, bad, computed_before)
         affected.append(request.request_id)
         recovery.note_failed_load(request, computed_before, kept, "blocks", held_bad)
         recovery.forget_taint(request)
         recovery.evict(_forget_from(scheduler.kv, request, kept), [request])
         request.num_computed_tokens = kept
-        if not kept and request.status is RequestStatus.RUNNING and recovery.recompute:
-            # What its windows have left behind is gone: it starts afresh, from what is still in the cache.
+        if kept or request.status.is_parked or not recovery.recompute:
+            continue
+        # What its windows have left behind is gone: it starts afresh, from what is still in the cache.
+        if request.status is RequestStatus.RUNNING:
             scheduler.preempt_for_recovery(request)
+        else:
+            scheduler.give_up_blocks(request)
     return affected, []
+
+
+def _bad_blocks(kv: KVCacheManager, tables: Sequence[BlockIds], bad: BlockIds, computed: int) -> list[int]:
+    """Those of a request's blocks that hold what it had computed before this step. Others it writes anew anyway."""
+    held = [
+        ids[: cdiv(computed, manager.block_size)] if manager.spec.is_attention else ids
+        for ids, manager in zip(tables, kv.managers, strict=True)
+    ]
+    return [block_id for ids in held for block_id in ids[np.isin(ids, bad)].tolist()]
 
 
 def _valid_tokens(kv: KVCacheManager, request: Request, bad: BlockIds, computed: int) -> int:
@@ -73,6 +86,7 @@ def _is_valid(kv: KVCacheManager, request: Request, bad: BlockIds, num_tokens: i
 
 def _forget_from(kv: KVCacheManager, request: Request, num_tokens: int) -> list[int]:
     """The request's blocks behind the prefix, which it will offer to the cache again."""
+    kv.caches_again = True
     behind: dict[int, None] = {}
     for manager in kv.managers:
         table = manager.tables.get(request.request_id)

@@ -29,19 +29,26 @@ UNPACK_CRASH: Final = "unpack_crash"
 WHOLE_REQUEST: Final = "whole_request"
 REJECT: Final = "v0_33"
 LONGEST_VALID_PREFIX: Final = "ideal"
+FIRST_MARKER: Final = "first_marker"
+EVERY_HOLDER: Final = "every_holder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureRules:
-    """`hybrid`: what a report by block does where there are several groups. `by_request`: whether the scheduler knows
-    reports by request."""
+    """What a report by block does where there are several groups, and with one. `by_request`: whether the scheduler
+    knows reports by request."""
 
     hybrid: str = REJECT
+    single: str = FIRST_MARKER
     by_request: bool = True
 
     @classmethod
     def of(cls, behaviour: Behaviour) -> FailureRules:
-        return cls(hybrid=behaviour["hybrid_failure"], by_request=behaviour["request_level_failures"] == "on")
+        return cls(
+            hybrid=behaviour["hybrid_failure"],
+            single=behaviour["invalid_block_scan"],
+            by_request=behaviour["request_level_failures"] == "on",
+        )
 
 
 VLLM_0_33_FAILURES: Final = FailureRules()
@@ -72,7 +79,11 @@ class Recovery:
         self._rules = rules
         is_hybrid = len(scheduler.kv.groups) > 1
         self._rejects_blocks = is_hybrid and rules.hybrid == REJECT
-        self._scan: _Scan = _HYBRID_SCANS.get(rules.hybrid, truncate_at_invalid) if is_hybrid else truncate_at_invalid
+        if is_hybrid:
+            self._scan: _Scan = _HYBRID_SCANS.get(rules.hybrid, truncate_at_invalid)
+        else:
+            self._scan = longest_valid_prefix if rules.single == EVERY_HOLDER else truncate_at_invalid
+        self._sees_every_holder = self._scan is longest_valid_prefix
 
     def handle_failed_recving(self, request_ids: Sequence[str]) -> list[str]:
         """Whole requests failed to load. Only parked ones count: a running request's report is ignored."""
@@ -84,6 +95,10 @@ class Recovery:
                 continue
             affected.append(request_id)
             self.note_failed_load(request, request.num_computed_tokens, 0, "request", None)
+            connector = scheduler.connector
+            if scheduler.rules.tolerates_reports and connector is not None and not connector.completes_failed_loads:
+                scheduler.finished_recving[request_id] = None
+                request.is_never_loaded = True
             if self.recompute:
                 request.num_computed_tokens = 0
                 scheduler.failed_recving[request_id] = None
@@ -107,18 +122,23 @@ class Recovery:
         failed_parked, _ = self._scan(self, self._parked(), invalid, scheduled)
         running = [request for request in scheduler.running.values() if request.lockstep_since is None]
         failed_running, to_evict = self._scan(self, running, invalid, scheduled)
+        if scheduler.rules.rolls_back_dropped and self.recompute:
+            for request_id in failed_running:
+                scheduler.drop_in_flight(scheduler.requests[request_id])
         if self.recompute:
-            scheduler.failed_recving.update(dict.fromkeys(failed_parked))
+            parked = [name for name in failed_parked if scheduler.requests[name].status.is_parked]
+            scheduler.failed_recving.update(dict.fromkeys(parked))
             return failed_running
         if to_evict:
             self.evict(to_evict, running)
         return failed_parked + [request_id for request_id in failed_running if request_id not in failed_parked]
 
     def _parked(self) -> list[Request]:
+        """Or, with every holder, also those whose load is over, and who wait for room to go on."""
         return [
             request
             for request in self.scheduler.kv_holding_waiting
-            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            if request.status.is_parked or self._sees_every_holder
         ]
 
     def evict(self, block_ids: list[int], holders: Iterable[Request]) -> None:

@@ -23,6 +23,10 @@ class RequestStatus(IntEnum):
     def is_finished(self) -> bool:
         return self > RequestStatus.PREEMPTED
 
+    @property
+    def is_parked(self) -> bool:
+        return self is RequestStatus.WAITING_FOR_REMOTE_KVS
+
 
 class Request:
     """One request's counters. `num_tokens` = prompt + output tokens so far; `num_computed_tokens` as vLLM's.
@@ -43,6 +47,7 @@ class Request:
         "first_token_ns",
         "full_hit_end",
         "is_loading",
+        "is_never_loaded",
         "is_prefill_chunk",
         "kv_transfer_params",
         "last_scheduled_seq",
@@ -105,6 +110,8 @@ class Request:
         self.kv_transfer_params = kv_transfer_params
         self.transfer_id: str | None = (kv_transfer_params or {}).get("transfer_id")
         self.skip_reading_prefix_cache = False
+        self.is_never_loaded = False
+        """Its connector has lost a load without a word of its end: it is not asked again."""
 
         self.status = RequestStatus.WAITING
         self.num_tokens = num_prompt_tokens

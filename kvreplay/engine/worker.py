@@ -254,6 +254,10 @@ class WorkerModel:
             for block_id in late:
                 self.buffers.provenance[block_id] = provenance
 
+    def is_loading(self, block_ids: BlockIds) -> bool:
+        """Whether somebody still waits for what comes into each of these blocks."""
+        return not (self._loading[block_ids] == _NO_LOAD).any()
+
     def note_landing(self, group: int, ids: BlockIds, *, provenance: Provenance | None) -> list[int]:
         """A transfer is about to write these blocks. Returns those that it writes late, or without having been asked."""
         is_unasked = provenance is not None and not provenance.asked_for

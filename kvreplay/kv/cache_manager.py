@@ -8,7 +8,7 @@ import numpy as np
 
 from kvreplay.errors import ConfigError, EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
-from kvreplay.kv.block_pool import BlockIds, BlockPool, Keys
+from kvreplay.kv.block_pool import NO_KEY, BlockIds, BlockPool, Keys
 from kvreplay.kv.block_table import UNTRACKED, BlockTable
 from kvreplay.kv.lookup import FoundPrefix, Hit, PrefixLookup, no_hit
 from kvreplay.kv.managers.base import NO_BLOCKS, CacheRules, Hashable, Need
@@ -73,6 +73,8 @@ def make_cache_manager(
     retention_interval: int | None = 0,
     hash_block_size: int | None = None,
     drafts: DraftRules = NO_DRAFTS,
+    exact_estimates: bool = False,
+    looks_at_whole_chunks: bool = False,
 ) -> "KVCacheManager":
     """The manager for these groups; one group of full attention has a shorter way to the same blocks.
 
@@ -89,6 +91,8 @@ def make_cache_manager(
         retention_interval=retention_interval,
         hash_block_size=hash_block_size,
         drafts=drafts,
+        exact_estimates=exact_estimates,
+        looks_at_whole_chunks=looks_at_whole_chunks,
     )
 
 
@@ -109,6 +113,8 @@ class KVCacheManager:
         retention_interval: int | None = 0,
         hash_block_size: int | None = None,
         drafts: DraftRules = NO_DRAFTS,
+        exact_estimates: bool = False,
+        looks_at_whole_chunks: bool = False,
     ) -> None:
         self.groups = tuple(groups)
         self.pool = pool
@@ -131,6 +137,8 @@ class KVCacheManager:
             records_new_blocks=self.has_mamba,
             num_hash_lookahead_tokens=drafts.num_hash_lookahead,
             drops_eagle_block=drafts.drops_block,
+            exact_estimates=exact_estimates,
+            looks_at_whole_chunks=looks_at_whole_chunks,
         )
         self._check_retention(retention_interval)
         self.managers = [make_manager(spec, group, pool, self.rules) for group, spec in enumerate(groups)]
@@ -141,6 +149,8 @@ class KVCacheManager:
         self.lookup = PrefixLookup(self.managers, self.rules, eagle_groups if drafts.drops_block else frozenset())
         self._check_caching()
         self.no_hit: Hit = no_hit(len(groups))
+        self.caches_again = False
+        """Some request offers blocks a second time, which others may have cached for it meanwhile."""
         self.prefix_replay_tokens = max((group.prefix_replay_tokens for group in groups), default=0)
         """Of a hit, the last tokens that are computed again, because no cache holds the window before them."""
 
@@ -491,6 +501,9 @@ class FullAttentionCacheManager(KVCacheManager):
         if start >= end:
             return [NO_BLOCKS]
         table.num_cached = end
-        block_ids = table.ids[start:end]
-        self.pool.cache(block_ids, keys[start:end])
+        block_ids, keys = table.ids[start:end], keys[start:end]
+        if self.caches_again:
+            is_new = self.pool.keys[block_ids] == NO_KEY
+            block_ids, keys = block_ids[is_new], keys[is_new]
+        self.pool.cache(block_ids, keys)
         return [block_ids]

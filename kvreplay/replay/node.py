@@ -17,6 +17,7 @@ from kvreplay.engine.instance import Counters, Instance
 from kvreplay.engine.log import EngineLog
 from kvreplay.engine.recovery import FailureRules
 from kvreplay.engine.request import Request
+from kvreplay.engine.rules import SchedulerRules
 from kvreplay.engine.scheduler import Scheduler
 from kvreplay.engine.worker import WorkerModel
 from kvreplay.events import EventSink
@@ -122,6 +123,7 @@ class Node:
         around = self._around
         role = around.config.role(self.role)
         groups = around.config.model.groups
+        rules = SchedulerRules.of(around.behaviour)
         log = EngineLog(around.sink, self.name)
         pool = BlockPool(
             role.cache.num_gpu_blocks,
@@ -135,6 +137,8 @@ class Node:
             max_in_flight_tokens=role.scheduler.max_in_flight_tokens,
             watermark=role.scheduler.watermark,
             retention_interval=role.cache.prefix_cache_retention_interval,
+            exact_estimates=rules.exact_estimates,
+            looks_at_whole_chunks=rules.looks_at_whole_chunks,
         )
         connector = self._connector(kv, log)
         scheduler = scheduler_kind(around.behaviour)(
@@ -147,7 +151,7 @@ class Node:
             failure_rules=FailureRules.of(around.behaviour),
             kv_role=self.kv_role,
             loads_every_group=around.config.connector.kind == "mooncake",
-            refuses_reset=around.behaviour["reset_while_loading"] == "refuse",
+            rules=rules,
             accounts=RecomputeAccounts(log, around.index.num_segments),
             use_lockstep=around.use_lockstep,
             output_is_shared=around.index.shares_generated,

@@ -100,6 +100,8 @@ class OffloadingScheduler:
         self._allocated: list[BlockIds | Sequence[int]] = []
         """Blocks given to requests in this step, hits and null blocks included."""
 
+    completes_failed_loads = True
+
     @property
     def lookup_is_pure(self) -> bool:
         """Asking again changes nothing, and while `lookup_version` stays, neither does the answer."""

@@ -58,6 +58,7 @@ class ScriptedConnector(PlainSchedulerHalf):
     """Scheduler side and workers in one: `step` is set by the driver before each step."""
 
     lookup_is_pure = False
+    completes_failed_loads = False
 
     def __init__(
         self,

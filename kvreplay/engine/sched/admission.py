@@ -18,6 +18,7 @@ class _Head(Enum):
     """What becomes of a queue's head that is not admitted."""
 
     SKIP = "let others pass"
+    REQUEUE = "it holds nothing any more, and goes to the front of those who never did"
     STOP = "it stays, and the scan ends"
 
 
@@ -71,6 +72,10 @@ class AdmissionLayer(RunningLayer):
                 break
             queue.pop()
             self._ready_holding.pop(request.request_id, None)
+            if share is _Head.REQUEUE:
+                self.deferred_waiting.pop(request.request_id, None)
+                self.waiting.prepend(request)
+                continue
             if share is _Head.SKIP:
                 self.deferred_waiting[request.request_id] = request
                 if self._waits_with_holders(request):
@@ -119,6 +124,8 @@ class AdmissionLayer(RunningLayer):
                 return _Head.SKIP
             self._promote(request)
             out.made_progress = True
+            if self.rules.retries_afresh and not request.num_computed_tokens:
+                return _Head.REQUEUE
         if request.num_stale_output_tokens and not request.drop_stale_output:
             return _Head.SKIP  # what it resumed with could sample again what is still to be delivered
         admission = _Admission(request, computed=request.num_computed_tokens)
@@ -180,8 +187,11 @@ class AdmissionLayer(RunningLayer):
         if self.connector is not None:
             unaligned = admission.num_local % self.kv.block_size
             external, is_async = self.connector.get_num_new_matched_tokens(request, admission.num_local - unaligned)
-            if request.skip_reading_prefix_cache:
+            if request.skip_reading_prefix_cache or request.is_never_loaded:
                 external, is_async = 0, False
+            if external and self._stops_before_last_token:
+                external = max(min(external, request.num_tokens - 1 - (admission.num_local - unaligned)), 0)
+                is_async = is_async and external > 0
             self.log.lookup(request, external, is_async=is_async)
             if external is None:
                 return False
@@ -266,12 +276,13 @@ class AdmissionLayer(RunningLayer):
         num_tokens = min(num_tokens, budget)
         if num_tokens <= 0:
             raise EngineFatal("AssertionError")
+        wanted = num_tokens
         num_tokens = self._chunks.aligned(request, admission.computed, num_tokens)
         if not num_tokens:
             return _Head.STOP
         if is_padded and num_tokens != 1 + self._num_spec_tokens and self._chunks.block_size is not None:
             num_tokens, is_padded = 1, False
-        num_tokens = self._chunks.outside_lookahead(request, admission.computed, num_tokens)
+        num_tokens = self._chunks.outside_lookahead(request, admission.computed, num_tokens, wanted)
         if not num_tokens:
             return _Head.SKIP
         admission.num_tokens = num_tokens
@@ -344,6 +355,8 @@ class AdmissionLayer(RunningLayer):
             del self.failed_recving[request.request_id]
         if failed and not request.num_computed_tokens:
             self._free_blocks_of(request)
+            if self.rules.retries_afresh:
+                self.inflight_prefills.pop(request.request_id, None)
         else:
             self._cache_computed(request, request.num_computed_tokens)
             if failed and self.kv.has_mamba:

@@ -107,7 +107,7 @@ class EndsLayer(LockstepLayer):
                 self._preempt(request, drop_stale_output=True)
         cached = int(np.count_nonzero(self.pool.keys >= 0))
         done = self.kv.reset_prefix_cache()
-        if reset_running and not done and not self._refuses_reset:
+        if reset_running and not done and not self.rules.refuses_reset:
             raise EngineFatal(
                 "RuntimeError",
                 "Failed to reset KV cache even when all the running requests are preempted and moved to the waiting "
@@ -131,6 +131,23 @@ class EndsLayer(LockstepLayer):
             self._leave_lockstep(request)
         self._preempt(request)
         return True
+
+    def give_up_blocks(self, request: Request) -> None:
+        """A request that waits, with what it has loaded, to go on has lost it: it waits as if it were new."""
+        self._free_blocks_of(request)
+        self.inflight_prefills.pop(request.request_id, None)
+        self._ready_holding.pop(request.request_id, None)
+        self.deferred_waiting.pop(request.request_id, None)
+        self.kv_holding_waiting.remove_all([request])
+        self.waiting.prepend(request)
+
+    def drop_in_flight(self, request: Request) -> None:
+        """What later steps in flight compute for a running request is for nothing: it goes on elsewhere."""
+        if request.status is RequestStatus.RUNNING:
+            request.num_output_placeholders = 0
+            request.num_draft_tokens = 0
+            request.num_stale_output_tokens = request.num_in_flight_tokens
+            request.drop_stale_output = True
 
     def preempt_for_recovery(self, request: Request) -> None:
         """A running request has lost what it needs to go on; nothing of the step in progress is for it."""

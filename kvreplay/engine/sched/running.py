@@ -73,8 +73,8 @@ class RunningLayer(EndsLayer):
             wanted = threshold
         num_tokens = min(wanted, self._budget_left(out), self.config.max_model_len - start - 1)
         if num_tokens > 0:
-            num_tokens = self._chunks.aligned(request, start, num_tokens)
-            num_tokens = self._chunks.outside_lookahead(request, start, num_tokens)
+            aligned = self._chunks.aligned(request, start, num_tokens)
+            num_tokens = self._chunks.outside_lookahead(request, start, aligned, num_tokens)
         if num_tokens <= 0:
             return True
         new_blocks = self._allocate_or_preempt(request, num_tokens, out)

@@ -15,6 +15,7 @@ from kvreplay.engine.log import EngineLog
 from kvreplay.engine.output import RequestOutput, SchedulerOutput, Share
 from kvreplay.engine.queues import PriorityQueue, RequestQueue
 from kvreplay.engine.request import Request
+from kvreplay.engine.rules import VLLM_0_33_RULES, SchedulerRules
 from kvreplay.engine.sampler import Sampler
 from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.block_table import BlockTable
@@ -64,7 +65,7 @@ class SchedulerState:
         divergent_hits: bool = False,
         defer_async_loads: bool = False,
         loads_every_group: bool = False,
-        refuses_reset: bool = False,
+        rules: SchedulerRules = VLLM_0_33_RULES,
     ) -> None:
         self.config = config
         self.kv = kv
@@ -77,7 +78,7 @@ class SchedulerState:
         self._num_spec_tokens = speculation.num_speculative_tokens if speculation is not None else 0
         self._num_lookahead_tokens = speculation.num_lookahead_tokens if speculation is not None else 0
         self._num_draft_slots = speculation.num_draft_slots if speculation is not None else 0
-        self._chunks = chunk_rules(config, kv, speculation, cache_block_size)
+        self._chunks = chunk_rules(config, kv, speculation, cache_block_size, rules)
         self._num_step_slots = 1 + self._num_spec_tokens + self._num_lookahead_tokens if self._num_spec_tokens else 0
         self._step_blocks = kv.blocks_of_tokens(self._num_step_slots)
         self._is_async = config.async_scheduling
@@ -88,7 +89,9 @@ class SchedulerState:
         self._defer_async_loads = self.fences.enabled and defer_async_loads
         self._divergent_hits = divergent_hits
         self.loads_every_group = loads_every_group
-        self._refuses_reset = refuses_reset
+        self.rules = rules
+        is_full_only = all(group.is_full_attention for group in kv.groups)
+        self._stops_before_last_token = rules.stops_before_last_token and not is_full_only
         self._replay_groups = frozenset(group for group, spec in enumerate(kv.groups) if spec.prefix_replay_tokens)
         self._cacheable_groups = frozenset(group for group, spec in enumerate(kv.groups) if spec.prefix_cacheable)
         self._output_is_shared = output_is_shared

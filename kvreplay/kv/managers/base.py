@@ -49,6 +49,10 @@ class CacheRules:
     """Tokens after a block that its hash covers, too."""
     drops_eagle_block: bool = False
     """Some group drops the last block of a hit, to compute again what the drafter needs."""
+    exact_estimates: bool = False
+    """vLLM 0.33.0 counts some needs short: null blocks as held, and a loaded state's block not at all."""
+    looks_at_whole_chunks: bool = False
+    """vLLM 0.33.0 takes blocks of earlier chunks for computed, also where the next token's chunk begins inside them."""
 
 
 class Need(NamedTuple):
@@ -115,9 +119,12 @@ class KVGroupManager(ABC):
 
     def num_blocks_to_allocate(self, request_id: str, hit: BlockIds, need: Need) -> int:
         """Blocks to take from the free queue, evictable hits included."""
-        required = cdiv(need.num_tokens, self.block_size)
         if need.apply_cap and self.admission_cap is not None:
-            required = min(required, self.admission_cap)
+            if self.rules.exact_estimates:
+                return self._most_at_once(request_id, hit, need, self.admission_cap)
+            required = min(cdiv(need.num_tokens, self.block_size), self.admission_cap)
+        else:
+            required = cdiv(need.num_tokens, self.block_size)
         table = self.tables.get(request_id)
         held = table.num_blocks if table is not None else 0
         if table is not None and table.num_cached != UNTRACKED:
@@ -134,6 +141,17 @@ class KVGroupManager(ABC):
 
     def num_evictable(self, hit: BlockIds) -> int:
         return self.pool.num_evictable(hit)
+
+    def _most_at_once(self, request_id: str, hit: BlockIds, need: Need, cap: int) -> int:
+        """Blocks that the request will take at most before it gives some back: null blocks are none that it holds."""
+        table = self.tables.get(request_id)
+        ids = table.ids if table is not None else NO_BLOCKS
+        skipped = self.skipped_tokens(need.total_computed) // self.block_size
+        to_come = cdiv(need.num_tokens, self.block_size) - max(len(ids) + len(hit), skipped)
+        held = int(np.count_nonzero(ids)) + int(np.count_nonzero(hit))
+        kept = hit[skipped:]
+        evictable = self.num_evictable(kept[kept != NULL_BLOCK_ID]) if len(kept) else 0
+        return max(min(to_come, cap - held), 0) + evictable
 
     def add_local_computed_blocks(self, request_id: str, hit: BlockIds, num_local: int, num_external: int) -> None:
         """Adopt prefix-cache hits: positions before the window become null blocks and are not touched."""

@@ -30,6 +30,8 @@ class ChunkedLocalManager(KVGroupManager):
                 "AssertionError",
                 "KV cache groups with different block sizes are not compatible with chunked local attention now",
             )
+        if self.rules.looks_at_whole_chunks:
+            return self._find_whole_chunk(group, keys, max_length)
         num_outside = max(max_length, 0) // self.chunk * self.chunk // block_size
         found = group.find(self.block_keys(keys)[num_outside : max_length // block_size])
         missing = (found[0] == NULL_BLOCK_ID).nonzero()[0]
@@ -37,3 +39,14 @@ class ChunkedLocalManager(KVGroupManager):
         outside = np.zeros(num_outside, np.int64)
         blocks = [np.concatenate([outside, ids[:num_inside]]) for ids in found]
         return blocks, (num_outside + num_inside) * block_size
+
+    def _find_whole_chunk(self, group: JointLookup, keys: Keys, max_length: int) -> tuple[list[BlockIds], int]:
+        """The longest prefix after which the next token finds all of its chunk."""
+        size = self.block_size
+        found = group.find(self.block_keys(keys)[: max(max_length, 0) // size])
+        for length in range(len(found[0]), 0, -1):
+            first = length * size // self.chunk * self.chunk // size
+            if found[0][first:length].all():
+                outside = np.zeros(first, np.int64)
+                return [np.concatenate([outside, ids[first:length]]) for ids in found], length * size
+        return group.none()

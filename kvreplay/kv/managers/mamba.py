@@ -112,6 +112,9 @@ class AlignedMambaManager(MambaManager):
             new = max(new, 0) + copies
         if new > 0:
             new = min(new, self._most_new_blocks(request_id) + copies)
+            if self.rules.exact_estimates and need.total_computed > need.local_computed and table is None:
+                # The loaded state has a block of its own, unless the running one is in the same.
+                new += cdiv(need.total_computed, self.block_size) < cdiv(need.main_tokens, self.block_size)
         return new + self.num_evictable(hit)
 
     def num_evictable(self, hit: BlockIds) -> int:

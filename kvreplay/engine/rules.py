@@ -1,0 +1,46 @@
+"""Which of the scheduler's known mistakes it makes: the behaviour switches that concern it, read once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from kvreplay.behaviour import Behaviour
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerRules:
+    """All False is vLLM 0.33.0."""
+
+    refuses_reset: bool = False
+    """A reset that cannot empty the pool is refused instead of being fatal."""
+    tolerates_reports: bool = False
+    """A connector's report that fits nothing is ignored; a load that failed is over, if nothing else will say so."""
+    retries_afresh: bool = False
+    """A request whose load failed and that has lost all blocks waits as if it were new."""
+    rolls_back_dropped: bool = False
+    """With overlapping steps: what later steps in flight compute for a request whose sample was dropped is dropped."""
+    never_cuts_to_nothing: bool = False
+    """A chunk that alignment and drafters leave nothing of is aligned otherwise."""
+    exact_estimates: bool = False
+    """Blocks that a request will need are not counted short."""
+    stops_before_last_token: bool = False
+    """A load into windows or states ends before the last token, which is computed to sample from it."""
+    looks_at_whole_chunks: bool = False
+    """A hit in chunked local attention has all of the chunk that the next token attends to."""
+
+    @classmethod
+    def of(cls, behaviour: Behaviour) -> SchedulerRules:
+        return cls(
+            refuses_reset=behaviour["reset_while_loading"] == "refuse",
+            tolerates_reports=behaviour["unexpected_reports"] == "ignore",
+            retries_afresh=behaviour["failed_load_retry"] == "afresh",
+            rolls_back_dropped=behaviour["dropped_samples"] == "roll_back",
+            never_cuts_to_nothing=behaviour["aligned_lookahead"] == "progress",
+            exact_estimates=behaviour["block_estimates"] == "exact",
+            stops_before_last_token=behaviour["whole_prompt_load"] == "stop_before",
+            looks_at_whole_chunks=behaviour["chunked_local_hits"] == "whole_chunk",
+        )
+
+
+VLLM_0_33_RULES: Final = SchedulerRules()
