@@ -259,7 +259,7 @@ class WorkerModel:
         return not (self._loading[block_ids] == _NO_LOAD).any()
 
     def note_landing(self, group: int, ids: BlockIds, *, provenance: Provenance | None) -> list[int]:
-        """A transfer is about to write these blocks. Returns those that it writes late, or without having been asked."""
+        """A transfer is about to write these blocks. Returns those that it writes late, or without being asked to."""
         is_unasked = provenance is not None and not provenance.asked_for
         late: list[int] = (ids if is_unasked else ids[self._loading[ids] == _NO_LOAD]).tolist()
         if late:
