@@ -145,6 +145,10 @@ class PlainSchedulerHalf:
 class WorkerConnector(Protocol):
     """One rank's half. It acts on its own between steps, when messages and timers reach it."""
 
+    def handle_preemptions(self, metadata: Any) -> None:  # noqa: ANN401
+        """Before the step does anything to blocks: finish what still needs the old contents of some of them."""
+        ...
+
     def start_load_kv(self, metadata: Any, compute_until_ns: int) -> int:  # noqa: ANN401
         """Start what the scheduler's half asked for in this step; `metadata` as its half built it (not None).
 

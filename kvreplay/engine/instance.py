@@ -314,11 +314,14 @@ class Instance:
         """Connector work starts with the step; what its shares compute is written at once. Returns how long the
         connector holds up the step; FOREVER_NS or more: for good."""
         held_up_ns = 0
+        workers = self._workers if out.kv_connector_metadata is not None else None
+        if workers is not None:
+            workers.handle_preemptions(out.kv_connector_metadata)
         if self._model is not None:
             self._model.prepare(out)
-        if self._workers is not None and out.kv_connector_metadata is not None:
+        if workers is not None:
             now = self._loop.now_ns
-            until_ns = self._workers.start_load_kv(out.kv_connector_metadata, now + duration_ns)
+            until_ns = workers.start_load_kv(out.kv_connector_metadata, now + duration_ns)
             held_up_ns = FOREVER_NS if until_ns >= FOREVER_NS else max(0, until_ns - now)
         if self._model is not None:
             self._model.execute(out)

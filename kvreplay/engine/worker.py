@@ -22,7 +22,7 @@ from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.buffers import KVBuffers
 from kvreplay.kv.content import WordArray
 from kvreplay.kv.memory import BlockIds as AnyBlockIds
-from kvreplay.kv.memory import Provenance
+from kvreplay.kv.memory import History, Provenance
 from kvreplay.kv.specs import MAMBA, KVCacheGroupSpec
 
 _NO_LOAD = -1
@@ -276,6 +276,12 @@ class WorkerModel:
     def mark_corrupted(self, block_id: int, provenance: Provenance) -> None:
         self.buffers.provenance[block_id] = provenance
         self.buffers.origins.pop(block_id, None)
+
+    def histories(self, block_ids: AnyBlockIds) -> dict[int, History]:
+        return self.buffers.histories(block_ids)
+
+    def set_history(self, block_id: int, history: History) -> None:
+        self.buffers.set_history(block_id, history)
 
     def _owner_of(self, block_id: int) -> str | None:
         for request_id in self.scheduler.requests:

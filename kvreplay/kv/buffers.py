@@ -13,7 +13,7 @@ from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.block_rows import BlockRows, Positions, rows_of_groups, words_per_block
 from kvreplay.kv.content import Content, WordArray
 from kvreplay.kv.memory import BlockIds as AnyBlockIds
-from kvreplay.kv.memory import Provenance
+from kvreplay.kv.memory import History, Provenance
 from kvreplay.kv.specs import KVCacheGroupSpec
 
 if TYPE_CHECKING:
@@ -89,6 +89,23 @@ class KVBuffers:
         for block_id in block_ids.tolist():
             self.origins.pop(block_id, None)
             self.provenance.pop(block_id, None)
+
+    def histories(self, block_ids: AnyBlockIds) -> dict[int, History]:
+        """Of these blocks those whose contents somebody is to blame for."""
+        if not (self.provenance or self.origins):
+            return {}
+        provenance, origins = self.provenance, self.origins
+        return {
+            block_id: History(provenance.get(block_id), origins.get(block_id))
+            for block_id in map(int, block_ids)
+            if block_id in provenance or block_id in origins
+        }
+
+    def set_history(self, block_id: int, history: History) -> None:
+        if history.provenance is not None:
+            self.provenance[block_id] = history.provenance
+        if history.origin is not None:
+            self.origins[block_id] = history.origin
 
     # -- whole blocks -----------------------------------------------------------------------------------------
 

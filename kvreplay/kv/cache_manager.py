@@ -75,10 +75,12 @@ def make_cache_manager(
     drafts: DraftRules = NO_DRAFTS,
     exact_estimates: bool = False,
     looks_at_whole_chunks: bool = False,
+    keeps_state_below_mark: bool = False,
 ) -> "KVCacheManager":
     """The manager for these groups; one group of full attention has a shorter way to the same blocks.
 
     `hash_block_size`: what one of the requests' prefix hashes covers, if not what the groups' sizes suggest.
+    `keeps_state_below_mark`: as in `CacheRules`.
     """
     is_simple = len(groups) == 1 and groups[0].is_full_attention and drafts == NO_DRAFTS
     kind = FullAttentionCacheManager if is_simple else KVCacheManager
@@ -93,6 +95,7 @@ def make_cache_manager(
         drafts=drafts,
         exact_estimates=exact_estimates,
         looks_at_whole_chunks=looks_at_whole_chunks,
+        keeps_state_below_mark=keeps_state_below_mark,
     )
 
 
@@ -115,6 +118,7 @@ class KVCacheManager:
         drafts: DraftRules = NO_DRAFTS,
         exact_estimates: bool = False,
         looks_at_whole_chunks: bool = False,
+        keeps_state_below_mark: bool = False,
     ) -> None:
         self.groups = tuple(groups)
         self.pool = pool
@@ -139,6 +143,7 @@ class KVCacheManager:
             drops_eagle_block=drafts.drops_block,
             exact_estimates=exact_estimates,
             looks_at_whole_chunks=looks_at_whole_chunks,
+            keeps_state_below_mark=keeps_state_below_mark,
         )
         self._check_retention(retention_interval)
         self.managers = [make_manager(spec, group, pool, self.rules) for group, spec in enumerate(groups)]

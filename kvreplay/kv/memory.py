@@ -1,6 +1,6 @@
 """The memory that connectors move KV between: what they may ask of an instance's buffers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -23,6 +23,14 @@ class Provenance(NamedTuple):
     """Whoever asked for them waits for them still; so they are as right as the blocks are still the request's."""
 
 
+class History(NamedTuple):
+    """Who is to blame for what a block holds, as one memory may hand it to another."""
+
+    provenance: Provenance | None
+    origin: object | None
+    """Where it began: known to whoever reads blocks."""
+
+
 class KVMemory(Protocol):
     """One rank's KV blocks, per KV cache group a row of words each."""
 
@@ -38,6 +46,14 @@ class KVMemory(Protocol):
         """A fault has changed what was just written to this block."""
         ...
 
+    def histories(self, block_ids: BlockIds) -> Mapping[int, History]:
+        """Of these blocks those that are known to hold wrong contents."""
+        ...
+
+    def set_history(self, block_id: int, history: History) -> None:
+        """What was just written to this block is wrong, and this is known of it."""
+        ...
+
 
 class NullMemory:
     """No contents: for runs that do not check them."""
@@ -49,4 +65,10 @@ class NullMemory:
         pass
 
     def mark_corrupted(self, block_id: int, provenance: Provenance) -> None:
+        pass
+
+    def histories(self, block_ids: BlockIds) -> Mapping[int, History]:
+        return {}
+
+    def set_history(self, block_id: int, history: History) -> None:
         pass

@@ -22,6 +22,7 @@ from kvreplay.engine.scheduler import Scheduler
 from kvreplay.engine.worker import WorkerModel
 from kvreplay.events import EventSink
 from kvreplay.kv.block_pool import BlockPool
+from kvreplay.kv.block_rows import words_per_block
 from kvreplay.kv.cache_manager import KVCacheManager, make_cache_manager
 from kvreplay.kv.content_index import ContentIndex
 from kvreplay.kv.memory import KVMemory, NullMemory
@@ -139,6 +140,7 @@ class Node:
             retention_interval=role.cache.prefix_cache_retention_interval,
             exact_estimates=rules.exact_estimates,
             looks_at_whole_chunks=rules.looks_at_whole_chunks,
+            keeps_state_below_mark=around.behaviour["offload_state_below_mark"] == "unhashed",
         )
         connector = self._connector(kv, log)
         scheduler = scheduler_kind(around.behaviour)(
@@ -205,7 +207,8 @@ class Node:
         memory: KVMemory = model if model is not None else NullMemory()
         if self.offload is None:
             return self._mooncake(memory)
-        num_words = 0 if model is None else max(group.block_size for group in self._around.config.model.groups)
+        groups = self._around.config.model.groups
+        num_words = 0 if model is None else max(words_per_block(group) for group in groups)
         return self.offload.start_workers([memory], num_words)
 
     def _model(self, scheduler: Scheduler) -> WorkerModel | None:

@@ -21,6 +21,9 @@ class ScriptedWorkers:
     def __init__(self) -> None:
         self.pending = KVConnectorOutput()
 
+    def handle_preemptions(self, metadata: Any) -> None:  # noqa: ANN401 - opaque
+        pass
+
     def start_load_kv(self, metadata: Any, compute_until_ns: int) -> int:  # noqa: ANN401 - opaque
         return 0
 

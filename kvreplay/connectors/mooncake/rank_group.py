@@ -28,6 +28,7 @@ _MAX_RETRIES: Final = 600
 class MooncakeWorkers(Protocol):
     """The worker side of one engine, of one rank or of many (`engine.connector.WorkerConnector`)."""
 
+    def handle_preemptions(self, metadata: MooncakeConnectorMetadata) -> None: ...
     def start_load_kv(self, metadata: MooncakeConnectorMetadata, compute_until_ns: int = 0) -> int: ...
     def has_report(self) -> bool: ...
     def get_finished(self, finished_req_ids: Sequence[str]) -> KVConnectorOutput | None: ...
@@ -78,6 +79,9 @@ class RankGroup:
         self._retry: Timer | None = None
         self._is_collecting = False
         self._is_dead = False
+
+    def handle_preemptions(self, metadata: MooncakeConnectorMetadata) -> None:
+        """Nothing is written from blocks that could be given away."""
 
     def start_load_kv(self, metadata: MooncakeConnectorMetadata, compute_until_ns: int = 0) -> int:
         for wanted in metadata.reqs_to_recv.values():

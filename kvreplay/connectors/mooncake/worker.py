@@ -171,6 +171,9 @@ class MooncakeWorker:
 
     # -- what the engine calls ----------------------------------------------------------------------------
 
+    def handle_preemptions(self, metadata: MooncakeConnectorMetadata) -> None:
+        """Nothing is written from blocks that could be given away."""
+
     def start_load_kv(self, metadata: MooncakeConnectorMetadata, compute_until_ns: int = 0) -> int:
         now_ns = self._loop.now_ns
         if self.consumer is not None and metadata.reqs_to_recv:

@@ -14,7 +14,7 @@ from kvreplay.connectors.offloading.structs import TransferJob
 from kvreplay.errors import EngineFatal
 from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.content import WordArray
-from kvreplay.kv.memory import KVMemory, Provenance
+from kvreplay.kv.memory import History, KVMemory, Provenance
 from kvreplay.sim.envelope import Corruption
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -61,9 +61,19 @@ def store(
         sent = memory.read_blocks(copy.group_id, copy.block_ids)
         hits = _hits(corruptions, job, num_before, len(copy.block_ids))
         buffers.write(copy.places, _damaged(sent, hits), sent=sent)
+        _note_damage(copy, memory, buffers)
         for index, corruption in hits:
-            buffers.damaged[int(copy.places[index])] = _provenance(job, corruption)
+            buffers.damaged[int(copy.places[index])] = History(_provenance(job, corruption), None)
         num_before += len(copy.block_ids)
+
+
+def _note_damage(copy: GroupCopy, memory: KVMemory, buffers: CpuBuffers) -> None:
+    """What is wrong already on the GPU is wrong in the tier, too."""
+    known = memory.histories(copy.block_ids)
+    if known:
+        for block_id, place in zip(copy.block_ids.tolist(), copy.places.tolist(), strict=True):
+            if block_id in known:
+                buffers.damaged[place] = known[block_id]
 
 
 def load(
@@ -108,11 +118,13 @@ def _mark_damage(
     """Name the fault behind each block that was brought damaged: on this way, or on the way into the tier."""
     if not hits and not buffers.damaged:
         return
-    damage = {index: _provenance(job, corruption) for index, corruption in hits}
+    hit = {index: _provenance(job, corruption) for index, corruption in hits}
     for index in written:
-        provenance = damage.get(index) or buffers.damaged.get(int(copy.places[index]))
-        if provenance is not None:
-            memory.mark_corrupted(int(copy.block_ids[index]), provenance)
+        block_id, history = int(copy.block_ids[index]), buffers.damaged.get(int(copy.places[index]))
+        if index in hit:
+            memory.mark_corrupted(block_id, hit[index])
+        elif history is not None:
+            memory.set_history(block_id, history)
 
 
 def _provenance(job: TransferJob, corruption: Corruption) -> Provenance:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvreplay.connectors.offloading.arrays import Mask
 from kvreplay.kv.content import WordArray
-from kvreplay.kv.memory import Provenance
+from kvreplay.kv.memory import History
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,7 @@ class ChunkContents(NamedTuple):
 
     words: WordArray
     sums: WordArray
-    damage: Mapping[int, Provenance]
+    damage: Mapping[int, History]
     """By place within the chunk."""
 
 
@@ -48,8 +48,8 @@ class CpuBuffers:
         self._keeps_sums = keeps_sums
         self._sums = np.zeros(num_chunks * blocks_per_chunk, np.uint64)
         """What the words of each block should add up to."""
-        self.damaged: dict[int, Provenance] = {}
-        """Places whose words a fault has changed."""
+        self.damaged: dict[int, History] = {}
+        """Places that are known to hold wrong words."""
 
     def write(self, places: Places, words: WordArray, *, sent: WordArray) -> None:
         """Overwrite blocks. `sent`: the words as the sender had them, which the checksums are of."""

@@ -200,17 +200,21 @@ class OffloadingWorkers:
 
     # -- what the engine calls --------------------------------------------------------------------------------
 
+    def handle_preemptions(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Flush, and start what the last step left."""
+        self.box.expect((*metadata.load_jobs.values(), *metadata.store_jobs.values()))
+        for rank in self.ranks:
+            rank.blocked_until_ns = rank.compute_until_ns = 0
+            rank.worker.handle_preemptions(metadata)
+
     def start_load_kv(self, metadata: OffloadingConnectorMetadata, compute_until_ns: int = 0) -> int:
-        """All that a step does before its forward pass: flush, start what the last step left, load.
+        """The rest of what a step does before its forward pass. `handle_preemptions` comes first.
 
         Returns until when the step is blocked; FOREVER_NS: for good. `compute_until_ns`: when the forward pass is
         over that is launched before its asynchronous loads; they wait for it.
         """
-        self.box.expect((*metadata.load_jobs.values(), *metadata.store_jobs.values()))
         until_ns = self._bus.loop.now_ns
         for rank in self.ranks:
-            rank.blocked_until_ns = rank.compute_until_ns = 0
-            rank.worker.handle_preemptions(metadata)
             has_sync_load = any(job.is_sync for job in metadata.load_jobs.values())
             rank.compute_until_ns = 0 if has_sync_load else compute_until_ns
             rank.worker.start_load_kv(metadata)

@@ -97,6 +97,8 @@ class AlignedMambaManager(MambaManager):
         self._own_tails: dict[str, tuple[int, int]] = {}
         """Request → (block, tokens) of the partial state that it has registered itself, and will overwrite."""
         self._boundary_states: list[tuple[str, BoundaryState]] = []
+        self._below_mark: dict[str, int] = {}
+        """Request → state that its hit ends in, of which it will keep a copy beside what is loaded."""
 
     # -- allocation -------------------------------------------------------------------------------------------
 
@@ -115,7 +117,8 @@ class AlignedMambaManager(MambaManager):
             if self.rules.exact_estimates and need.total_computed > need.local_computed and table is None:
                 # The loaded state has a block of its own, unless the running one is in the same.
                 new += cdiv(need.total_computed, self.block_size) < cdiv(need.main_tokens, self.block_size)
-        return new + self.num_evictable(hit)
+        keeps_state = self.rules.keeps_state_below_mark and bool(len(hit)) and need.total_computed > need.local_computed
+        return new + self.num_evictable(hit) + (1 if keeps_state else 0)
 
     def num_evictable(self, hit: BlockIds) -> int:
         real = hit[hit != NULL_BLOCK_ID]
@@ -124,6 +127,25 @@ class AlignedMambaManager(MambaManager):
     def _most_new_blocks(self, request_id: str) -> int:
         """A state, and at first those for drafts."""
         return 1 if request_id in self._has_allocated else 1 + self.num_spec_blocks
+
+    def add_local_computed_blocks(self, request_id: str, hit: BlockIds, num_local: int, num_external: int) -> None:
+        super().add_local_computed_blocks(request_id, hit, num_local, num_external)
+        if self.rules.keeps_state_below_mark and len(hit) and num_external:
+            self.pool.touch(hit[-1:])  # until the copy has been made
+            self._below_mark[request_id] = int(hit[-1])
+
+    def allocate_external_computed_blocks(
+        self, request_id: str, num_local: int, num_external: int, *, zero: bool
+    ) -> BlockIds:
+        source = self._below_mark.pop(request_id, None)
+        if source is None:
+            return super().allocate_external_computed_blocks(request_id, num_local, num_external, zero=zero)
+        copy = self.pool.get_new_blocks(1)
+        new = super().allocate_external_computed_blocks(request_id, num_local, num_external, zero=zero)
+        self.tables[request_id].ids[num_local // self.block_size - 1] = copy[0]
+        self.pool.ref_counts[copy] += 1
+        self.block_copies.append((source, int(copy[0])))
+        return np.concatenate([copy, new])
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, main_tokens: int) -> BlockIds:
         """Lookahead tokens need no state: drafters have no Mamba layers."""

@@ -17,7 +17,7 @@ from kvreplay.events import ListSink
 from kvreplay.ids import NS_PER_S
 from kvreplay.kv.content import WordArray
 from kvreplay.kv.content_index import TokenIndex
-from kvreplay.kv.memory import BlockIds, Provenance
+from kvreplay.kv.memory import BlockIds, NullMemory, Provenance
 from kvreplay.kv.specs import KVCacheGroupSpec
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.event_loop import EventLoop
@@ -33,7 +33,7 @@ Sizes = tuple[int, int]
 """tensor parallel size, pipeline parallel size"""
 
 
-class Memory:
+class Memory(NullMemory):
     """An engine's buffers, as its connector sees them (`kv.memory.KVMemory`)."""
 
     def __init__(self, shares: tuple[int, ...]) -> None:

@@ -15,7 +15,7 @@ from kvreplay.engine.connector import KVConnectorOutput
 from kvreplay.events import Event, ListSink
 from kvreplay.ids import NS_PER_MS, NS_PER_S
 from kvreplay.kv.content import WordArray
-from kvreplay.kv.memory import BlockIds, Provenance
+from kvreplay.kv.memory import BlockIds, NullMemory, Provenance
 from kvreplay.kv.specs import KVCacheGroupSpec
 from kvreplay.sim.bus import Bus, Network
 from kvreplay.sim.envelope import Delivery, Envelope
@@ -36,7 +36,7 @@ def behaviour(**switches: str) -> Behaviour:
     return result
 
 
-class FakeMemory:
+class FakeMemory(NullMemory):
     """Block b of the producer holds the words 1000 * b, 1000 * b + 1, ...; unwritten blocks elsewhere hold 0."""
 
     def __init__(self, *, filled: bool) -> None:

@@ -17,7 +17,7 @@ from kvreplay.connectors.offloading.structs import (
 )
 from kvreplay.connectors.offloading.workers import OffloadingWorkers
 from kvreplay.kv.content import WordArray
-from kvreplay.kv.memory import BlockIds, Provenance
+from kvreplay.kv.memory import BlockIds, History, NullMemory, Provenance
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.catalogue import FaultRow
 from kvreplay.sim.envelope import Corruption, Delivery, Envelope
@@ -30,7 +30,7 @@ COPY_NS = 1_000
 """A job of one block of 1,000 bytes at a byte per nanosecond, without latency."""
 
 
-class Memory:
+class Memory(NullMemory):
     """One rank's GPU blocks: word w of block b of group g is 1000 g + 10 b + w at first."""
 
     def __init__(self, num_groups: int = 1) -> None:
@@ -48,6 +48,10 @@ class Memory:
 
     def mark_corrupted(self, block_id: int, provenance: Provenance) -> None:
         self.corrupted[block_id] = provenance
+
+    def set_history(self, block_id: int, history: History) -> None:
+        assert history.provenance is not None
+        self.corrupted[block_id] = history.provenance
 
     def first_words(self, *block_ids: int, group: int = 0) -> list[int]:
         words: list[int] = self.groups[group][list(block_ids), 0].tolist()
@@ -153,15 +157,14 @@ class Bench:
         self, *jobs: TransferJob, flush: tuple[int, ...] = (), has_forward: bool = True, compute_until_ns: int = 0
     ) -> int:
         """One step's orders; until when it is blocked."""
-        return self.workers.start_load_kv(
-            OffloadingConnectorMetadata(
-                {order.job_id: order for order in jobs if not order.is_store},
-                {order.job_id: order for order in jobs if order.is_store},
-                set(flush),
-                has_forward,
-            ),
-            compute_until_ns=compute_until_ns,
+        metadata = OffloadingConnectorMetadata(
+            {order.job_id: order for order in jobs if not order.is_store},
+            {order.job_id: order for order in jobs if order.is_store},
+            set(flush),
+            has_forward,
         )
+        self.workers.handle_preemptions(metadata)
+        return self.workers.start_load_kv(metadata, compute_until_ns)
 
     def stored(self, *jobs: TransferJob) -> None:
         """Two steps, and all the time that the copies need."""
