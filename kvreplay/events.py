@@ -105,7 +105,7 @@ KINDS: Final[dict[str, KindSpec]] = {
     "request.stalled": KindSpec(
         _RUN,
         "proven never to end; status = request status, num_tokens = ns instant since when, num_blocks = blocks "
-        "held, cause = what it waits on, peer, transfer_id",
+        "held, cause = what it waits on, peer, transfer_id, cause_seq = the fault",
     ),
     "lookup": KindSpec(
         _RUN,

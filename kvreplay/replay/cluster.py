@@ -164,8 +164,18 @@ class Cluster:
                 num_blocks=held,
                 status=request.status.name,
                 cause=_waiting_on(node.instance.scheduler, request, held),
+                cause_handle=self._fault_behind(node, request),
             )
         )
+
+    def _fault_behind(self, node: Node, request: Request) -> int | None:
+        """The last fault that named the request, else one that has harmed an instance of its pair for good."""
+        blame = self.injector.blame
+        handle = blame.of_request(request.request_id)
+        if handle is None:
+            peer = _peer_of(request.kv_transfer_params or {})
+            handle = blame.lasting_at([name for name in (peer, node.name) if name is not None])
+        return handle
 
     def _close_accounts(self) -> None:
         for node in self.nodes:

@@ -50,23 +50,24 @@ def _requests(frame: pl.DataFrame) -> pl.LazyFrame:
 
 
 def _stalled_legs(frame: pl.DataFrame) -> pl.LazyFrame:
-    """The last proof per request and instance, what the leg came to after it, and the last fault that named it."""
-    columns = ("time_ns", *_LEG, "status", "cause", "num_tokens", "num_blocks", "peer", "transfer_id")
+    """The last proof per request and instance, what the leg came to after it, and the fault behind it: the one that
+    the proof names, else the last that named the request."""
+    columns = ("time_ns", *_LEG, "status", "cause", "num_tokens", "num_blocks", "peer", "transfer_id", "cause_seq")
     ends = (
         rows_of(frame, TERMINAL_KINDS, "kind", *_LEG)
         .unique(_LEG, keep="first", maintain_order=True)
         .select(*_LEG, ended=pl.col("kind").str.strip_prefix("request."))
     )
-    faults = (
-        rows_of(frame, ["fault.injected"], "request_id", "cause")
-        .unique("request_id", keep="last", maintain_order=True)
-        .rename({"cause": "fault"})
-    )
+    fired = rows_of(frame, ["fault.injected"], "seq", "request_id", "cause")
+    named = fired.select("request_id", last_fault="cause").unique("request_id", keep="last", maintain_order=True)
+    causes = fired.select(cause_seq="seq", cause_fault="cause")
     return (
         rows_of(frame, ["request.stalled"], *columns)
         .unique(_LEG, keep="last", maintain_order=True)
         .join(ends, on=_LEG, how="left", maintain_order="left")
-        .join(faults, on="request_id", how="left", maintain_order="left")
+        .join(named, on="request_id", how="left", maintain_order="left")
+        .join(causes, on="cause_seq", how="left", maintain_order="left")
+        .with_columns(fault=pl.coalesce("cause_fault", "last_fault"))
         .join(routes(frame), on="request_id", how="left", maintain_order="left")
     )
 

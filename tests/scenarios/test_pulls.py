@@ -292,3 +292,22 @@ class TestSlow:
         played = play(pair(), self.B_LATER, "slow:delay=40s,request=a", behaviour="ideal")
         assert played.violations == []
         assert played.ends()["b"][0] == "finished"
+
+
+class TestSharedFate:
+    """What a fault on one request does to the others of its step and engine."""
+
+    @pytest.mark.parametrize(("behaviour", "end"), [("vllm-0.33", "failed"), ("ideal", "finished")])
+    def test_a_dead_bootstrap_address(self, behaviour: str, end: str) -> None:
+        """vLLM asks one server for the batch. Ideally each is asked, and what one says serves both requests."""
+        fault = "mooncake.mixed-bootstrap-addr:request=a,instance=D0"
+        ends = play(pair(), TWO, fault, behaviour=behaviour).ends()
+        assert {name: found[0] for name, found in ends.items()} == {"a": end, "b": end}
+
+    @pytest.mark.parametrize("behaviour", ["vllm-0.33", "ideal"])
+    def test_an_engine_call_that_raises_is_told_of_all_that_its_pull_still_owes(self, behaviour: str) -> None:
+        requests = workload(request("a", prompt_tokens=20), request("b", prompt_tokens=20))
+        played = play(pair(), requests, "mooncake.engine-raise", behaviour=behaviour)
+        assert {name: end[0] for name, end in played.ends().items()} == {"a": "failed", "b": "failed"}
+        assert [event.request_id for event in played.of("fault.injected")] == ["a", "b"]
+        assert len(played.of("send.started")) == 1

@@ -124,6 +124,12 @@ def _raise(envelope: Envelope, settings: Settings, draw: int) -> list[Delivery]:
     return [Delivery(replace(envelope, payload=replace(data, lands=slice(0, 0), raises=settings["message"])))]
 
 
+def _owed_by_pull(envelope: Envelope, settings: Settings, draw: int) -> tuple[str, ...]:
+    """The exception ends the whole pull."""
+    data: WriteData = envelope.payload
+    return data.owed
+
+
 # -- the listener -----------------------------------------------------------------------------------------
 
 
@@ -180,6 +186,7 @@ PEERS: Final = (
         transform=_lacks_rank,
         selects=_says_ranks,
         whole_conversation=True,
+        lasts=True,
         needs=_NEEDS,
     ),
     FaultRow(
@@ -191,6 +198,7 @@ PEERS: Final = (
         transform=_points_nowhere,
         selects=_says_ranks,
         whole_conversation=True,
+        lasts=True,
         needs=_NEEDS,
     ),
     FaultRow(
@@ -238,6 +246,7 @@ WRITES: Final = (
         survives=f"{_FAILS_OR_RECOMPUTES}; the producer's blocks expire",
         settings={"message": Setting(default="injected error", doc="the exception's text, which is the reply's")},
         transform=_raise,
+        victims=_owed_by_pull,
         lasts=True,
         needs=_NEEDS,
     ),

@@ -212,12 +212,21 @@ class Consumer:
         ]
 
     def _ask_bootstrap(self, engine_id: str, metas: dict[str, PullReqMeta], now_ns: int) -> None:
-        # One server for the whole batch: the one that the batch's first request names.
-        url: object = next(iter(metas.values())).remote_bootstrap_addr
-        if isinstance(url, str):
-            self._discovery.ask(url, (engine_id, metas), now_ns)
-        elif self._hears_exceptions:
-            self._fail_unasked(engine_id, metas, f"no bootstrap server at {url!r}")
+        for url, of_url in self._by_server(metas):
+            if isinstance(url, str):
+                self._discovery.ask(url, (engine_id, of_url), now_ns)
+            elif self._hears_exceptions:
+                self._fail_unasked(engine_id, of_url, f"no bootstrap server at {url!r}")
+
+    def _by_server(self, metas: dict[str, PullReqMeta]) -> list[tuple[object, dict[str, PullReqMeta]]]:
+        """A batch by the bootstrap servers that its requests name. vLLM asks one for all: that of the first."""
+        if not self._hears_exceptions or len(metas) == 1:
+            return [(next(iter(metas.values())).remote_bootstrap_addr, metas)]
+        by_url: dict[str, tuple[object, dict[str, PullReqMeta]]] = {}
+        for req_id, meta in metas.items():
+            url: object = meta.remote_bootstrap_addr
+            by_url.setdefault(repr(url), (url, {}))[1][req_id] = meta
+        return list(by_url.values())
 
     def _on_resolved(self, query: Query, now_ns: int) -> None:
         for engine_id, metas in query.waiting:

@@ -165,6 +165,8 @@ class WriteData:
     """Which of its descriptors this delivery carries out; None: all, unless the call's result is forced to fail."""
     returns: bool = True
     """Whether the call returns with this delivery."""
+    owed: tuple[str, ...] = ()
+    """Requests of the pull that no reply has named yet, those of this write among them."""
     raises: str | None = None
     """What the engine call raises instead of returning."""
 

@@ -99,6 +99,7 @@ class WriteSource:
                     segments=write.segments,
                     num_blocks=write.num_blocks,
                     plan=write.service.plan,
+                    owed=tuple(write.service.unanswered),
                     read=self._reader(write.write_id),
                 ),
                 request_ids=tuple(requests),
