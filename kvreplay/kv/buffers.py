@@ -38,8 +38,9 @@ class KVBuffers:
         torch.set_num_threads(1)
         width = blocks if isinstance(blocks, int) else max(words_per_block(spec) for spec in blocks)
         self.num_blocks = num_blocks
-        self.tensor: Tensor = torch.zeros((num_blocks, width), dtype=torch.int64)
-        self.words: WordArray = self.tensor.numpy().view(np.uint64)
+        # numpy's zeros cost nothing until they are touched; torch would touch them all.
+        self.words: WordArray = np.zeros((num_blocks, width), np.uint64)
+        self.tensor: Tensor = torch.from_numpy(self.words.view(np.int64))
         self.rows: list[BlockRows] = (
             [BlockRows(self.words, blocks)] if isinstance(blocks, int) else rows_of_groups(self.words, blocks)
         )

@@ -22,6 +22,7 @@ MAMBA_MODES: Final = (MAMBA_NONE, MAMBA_ALIGN)
 
 _FULL_KINDS: Final = (FULL, MLA)
 _WINDOW_KINDS: Final = (SLIDING_WINDOW, SLIDING_WINDOW_MLA)
+_PACKED_KINDS: Final = (MLA, SLIDING_WINDOW_MLA, CIRCULAR_BUFFER)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -201,6 +202,22 @@ def hits_inside_blocks(groups: Sequence[KVCacheGroupSpec], hash_block_size: int)
         for group in groups
         if group.prefix_cacheable
     )
+
+
+def check_pages(groups: Sequence[KVCacheGroupSpec]) -> None:
+    """All groups' blocks are pages of one pool: raises ConfigError where those have no size in common.
+
+    A smaller page can be made as large as the widest by more tokens in it, if it divides it (vLLM: kv_cache_utils.py,
+    unify_kv_cache_spec_page_size). MLA of any kind is packed into rows, and padded.
+    """
+    widest = max(groups, key=lambda group: group.page_bytes)
+    for index, group in enumerate(groups):
+        is_packed = group.kind in _PACKED_KINDS and widest.kind in _PACKED_KINDS
+        if not is_packed and group.page_bytes and widest.page_bytes % group.page_bytes:
+            raise ConfigError(
+                f"model.groups[{index}]: a block of {group.page_bytes:,} bytes has no page in common with the widest, "
+                f"of {widest.page_bytes:,} bytes, which must be a multiple of it: change block_size or page_alignment"
+            )
 
 
 def num_gpu_blocks(groups: Sequence[KVCacheGroupSpec], available_bytes: int) -> int:

@@ -14,7 +14,7 @@ from kvreplay.connectors.mooncake.sharding import Sharding
 from kvreplay.connectors.offloading.config import OffloadingConfig
 from kvreplay.engine.config import CacheConfig, SchedulerConfig
 from kvreplay.errors import ConfigError
-from kvreplay.kv.specs import CHUNKED_LOCAL, MAMBA, KVCacheGroupSpec, resolve_block_sizes
+from kvreplay.kv.specs import CHUNKED_LOCAL, MAMBA, KVCacheGroupSpec, check_pages, resolve_block_sizes
 from kvreplay.replay.network import LinkTiming
 from kvreplay.replay.timing import StepTiming
 
@@ -58,6 +58,7 @@ class ModelConfig:
                 raise ConfigError(
                     f"model.groups: sliding_window ({group.sliding_window}) must be >= block_size ({group.block_size})"
                 )
+        check_pages(self.groups)
         sizes = resolve_block_sizes(self.groups)
         if any(group.kind == CHUNKED_LOCAL and group.block_size != sizes.scheduler for group in self.groups):
             raise ConfigError("model.groups: beside chunked_local, every group must have its block_size")
@@ -199,10 +200,6 @@ class ReplayConfig:
         if self.topology.is_disaggregated and self.connector.kind != "mooncake":
             raise ConfigError(
                 f"connector.kind: prefill and decode instances need mooncake, got {self.connector.kind!r}"
-            )
-        if self.connector.kind == "mooncake" and len(self.model.groups) > 1:
-            raise ConfigError(
-                f"connector.kind: {self.connector.kind} moves one KV cache group so far, got {len(self.model.groups)}"
             )
         if self.connector.kind == "mooncake" and not self.topology.is_disaggregated:
             raise ConfigError("connector.kind: mooncake needs topology.prefill and topology.decode")

@@ -173,6 +173,14 @@ _LINEAR = KVCacheGroupSpec(kind=FULL, bytes_per_token=1)
             ],
             "model.groups: beside chunked_local, every group must have its block_size",
         ),
+        (
+            [
+                KVCacheGroupSpec(kind=FULL, bytes_per_token=2),
+                KVCacheGroupSpec(kind=SLIDING_WINDOW, block_size=16, sliding_window=64, bytes_per_token=3),
+            ],
+            "model.groups[0]: a block of 32 bytes has no page in common with the widest, of 48 bytes, which must be a "
+            "multiple of it: change block_size or page_alignment",
+        ),
     ],
 )
 def test_groups_that_no_engine_could_have_are_refused(groups: list[KVCacheGroupSpec], message: str) -> None:
@@ -181,11 +189,13 @@ def test_groups_that_no_engine_could_have_are_refused(groups: list[KVCacheGroupS
     assert str(caught.value) == message
 
 
-def test_what_is_not_modelled_for_several_groups_is_said() -> None:
-    assert refused("model.preset=gemma-hybrid", name="mooncake-1p1d").endswith(
-        "connector.kind: mooncake moves one KV cache group so far, got 7"
-    )
-    load_config("single", sets=["model.preset=gemma-hybrid"])
+def test_what_is_not_modelled_is_said() -> None:
     assert refused("scheduler.async_scheduling=true").endswith(
         "scheduler.async_scheduling is not modelled yet; set it to false"
     )
+
+
+@pytest.mark.parametrize("preset", ["gemma-hybrid", "qwen-gdn-hybrid", "kimi-linear", "deepseek-v4-five-groups"])
+@pytest.mark.parametrize("name", ["single", "mooncake-1p1d", "mooncake-4p4d-tp4-tp2"])
+def test_models_of_several_groups_go_with_every_preset(name: str, preset: str) -> None:
+    assert len(load_config(name, sets=[f"model.preset={preset}"]).config.model.groups) > 1

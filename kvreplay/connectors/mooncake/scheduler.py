@@ -10,7 +10,7 @@ from kvreplay.connectors.mooncake.structs import MooncakeConnectorMetadata, Pull
 from kvreplay.engine.connector import PlainSchedulerHalf, RequestBlocks
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.errors import EngineFatal
-from kvreplay.kv.specs import MAMBA
+from kvreplay.kv.specs import FULL, MAMBA, MLA
 
 PULL_PARAMETERS: Final = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 """Without any of these in `kv_transfer_params` there is nobody to pull from."""
@@ -58,6 +58,9 @@ class MooncakeScheduler(PlainSchedulerHalf):
         self._log = log_line
         self._window_blocks = _window_blocks(groups)
         self._leaves_last_token = any(group.kind == MAMBA or group.prefix_replay_tokens > 0 for group in groups)
+        if behaviour["whole_prompt_load"] == "stop_before":
+            # The window of the last token, which is computed here, begins before that of the next one.
+            self._leaves_last_token |= any(group.kind not in (FULL, MLA) for group in groups)
         self._prefills_without_params = behaviour["mooncake_missing_params"] == "prefill"
         self._ignores_misrouted = behaviour["mooncake_role_mismatch"] == "ignore"
         self._sent_statuses = {RequestStatus.FINISHED_LENGTH_CAPPED}

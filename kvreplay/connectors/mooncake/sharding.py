@@ -15,6 +15,7 @@ from kvreplay.connectors.mooncake.memory import Columns
 from kvreplay.connectors.mooncake.plan import HeadLayout
 from kvreplay.connectors.mooncake.ranks import Ranks, all_ranks
 from kvreplay.connectors.mooncake.regions import Region
+from kvreplay.kv.block_rows import words_per_block
 from kvreplay.kv.specs import KVCacheGroupSpec
 from kvreplay.sim.rng import stable_hash
 
@@ -85,16 +86,16 @@ class Sharding:
                 )
         return KVLayout(tuple(regions), stable_hash("kv layout", engine_id, ranks.rank) >> 1 | 1)
 
-    def columns(self, num_groups: int, ranks: Ranks, words_per_share: int) -> dict[int, Columns] | None:
+    def columns(self, groups: Sequence[KVCacheGroupSpec], ranks: Ranks) -> dict[int, Columns] | None:
         """Where a rank's regions are in its engine's rows, by address. None: regions are rows, and move as such."""
         if ranks.tp_size == ranks.pp_size == self.num_units == self.num_stages == 1:
             return None
-        width = len(self.units_of(ranks)) * words_per_share
+        widths = [len(self.units_of(ranks)) * words_per_block(group) for group in groups]
         stages = self.stages_of(ranks)
         first = ranks.rank * len(stages)
         return {
             _base_addr(ranks, group * self.num_stages + stage): Columns((first + place) * width, width)
-            for group in range(num_groups)
+            for group, width in enumerate(widths)
             for place, stage in enumerate(stages)
         }
 

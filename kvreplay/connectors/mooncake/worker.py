@@ -64,7 +64,7 @@ def register_rows(
     """
     sharding = sharding or Sharding()
     return RegisteredMemory(
-        contents=RowMemory(memory, sharding.columns(len(groups), identity.ranks, groups[0].block_size)),
+        contents=RowMemory(memory, sharding.columns(groups, identity.ranks)),
         layout=sharding.layout(groups, identity.engine_id, identity.ranks),
         heads=sharding.heads,
     )

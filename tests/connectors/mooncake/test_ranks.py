@@ -17,6 +17,7 @@ from kvreplay.connectors.mooncake.structs import (
     MooncakeXferResponse,
     MooncakeXferResponseStatus,
 )
+from kvreplay.kv.specs import KVCacheGroupSpec
 from kvreplay.sim.envelope import Envelope
 from tests.connectors.mooncake.engines import BLOCK_SIZE, PROMPT, Engines, Sizes
 from tests.connectors.mooncake.pair import behaviour, request_for
@@ -25,6 +26,7 @@ TARGETS = (4, 5, 6)
 ALL_TOKENS = list(range(12))
 MLA = HeadLayout(num_kv_heads=8, is_mla=True)
 TWO_HEADS = HeadLayout(num_kv_heads=2)
+SPEC = KVCacheGroupSpec(block_size=BLOCK_SIZE)
 
 
 def producers(engines: Engines) -> list[Producer]:
@@ -137,7 +139,7 @@ class TestSharding:
 
     def test_one_rank_moves_whole_rows(self) -> None:
         sharding = Sharding.of(HeadLayout(num_kv_heads=8), [(1, 1), (1, 1)])
-        assert sharding.columns(1, Ranks(), BLOCK_SIZE) is None
+        assert sharding.columns([SPEC], Ranks()) is None
         assert sharding.row_shares(1, 1) == (0,)
 
     def test_columns_of_all_ranks_fill_the_row(self) -> None:
@@ -146,7 +148,7 @@ class TestSharding:
             covered = [
                 column
                 for ranks in all_ranks(tp_size, pp_size)
-                for columns in (sharding.columns(1, ranks, BLOCK_SIZE) or {}).values()
+                for columns in (sharding.columns([SPEC], ranks) or {}).values()
                 for column in range(columns.start, columns.start + columns.length)
             ]
             assert covered == list(range(8 * BLOCK_SIZE))
