@@ -20,6 +20,8 @@ def check_rank_agree(frame: pl.DataFrame) -> list[Finding]:
     A pull is one rank's with one of its peers; `rank` numbers those of a request over all of them.
     """
     rows = rows_of(frame, ["pull.sent", "pull.settled", "load.finished", "load.failed"], *_COLUMNS).collect()
+    if rows["rank"].null_count() == len(rows):
+        return []  # one rank has nobody to disagree with
     finished = rows.filter(pl.col("kind") == "load.finished").unique(_REQUEST, keep="first", maintain_order=True)
     before = rows.join(
         finished.select(*_REQUEST, finished_seq="seq", finished_ns="time_ns"), on=_REQUEST, maintain_order="left"
