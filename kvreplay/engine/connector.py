@@ -31,9 +31,9 @@ class KVConnectorOutput:
 class RequestBlocks(Protocol):
     """A request's blocks, as the scheduler shows them to its connector. One inner list per KV cache group."""
 
-    def get_block_ids(self) -> tuple[list[int], ...]: ...
+    def get_block_ids(self) -> tuple[Sequence[int], ...]: ...
 
-    def get_unhashed_block_ids_all_groups(self) -> tuple[list[int], ...]:
+    def get_unhashed_block_ids_all_groups(self) -> tuple[Sequence[int], ...]:
         """Per group: leading null blocks dropped, then those without a hash (and not null)."""
         ...
 

@@ -485,7 +485,7 @@ class Instance:
             if self._is_awaited():
                 self._end_coast_openly(coast)
             else:
-                self._perform(coast, coast.num_steps)
+                self._perform(coast, coast.num_steps, self._loop.now_ns)
             self._log.now_ns = self._loop.now_ns
             self._log.step = self.scheduler.step + 1
             self._step()
@@ -502,9 +502,9 @@ class Instance:
 
     def _end_coast_openly(self, coast: _Coast) -> None:
         """The last step of a coast brings reports, or meets aborts."""
-        self._perform(coast, coast.num_steps - 1)
         timing = self._timing
         start_ns = coast.start_ns + timing.decode_run_ns(coast.num_decodes, coast.num_kv_tokens, coast.num_steps - 1)
+        self._perform(coast, coast.num_steps - 1, start_ns)
         out = self._enter_uneventful_step(start_ns)
         self._log.now_ns = self._loop.now_ns
         self._in_flight = None
@@ -518,8 +518,8 @@ class Instance:
         self._coast = None
         self._loop.cancel(self._timer)
         done = self._steps_done(coast)
-        self._perform(coast, done)
         start_ns = coast.start_ns + self._timing.decode_run_ns(coast.num_decodes, coast.num_kv_tokens, done)
+        self._perform(coast, done, start_ns)
         self._take_uneventful_step(start_ns)
 
     def _take_uneventful_step(self, start_ns: int) -> None:
@@ -537,17 +537,17 @@ class Instance:
         self._note_step(out, self._timing.step_ns(0, out.num_decodes, out.num_kv_tokens))
         return out
 
-    def _perform(self, coast: _Coast, num_steps: int) -> None:
-        """What `num_steps` of the coast's steps did."""
+    def _perform(self, coast: _Coast, num_steps: int, end_ns: int) -> None:
+        """What `num_steps` of the coast's steps did, the last of which ended at `end_ns`."""
         if not num_steps:
             return
-        timing, counters = self._timing, self.counters
+        counters = self.counters
         if self._log.wants_steps:
             self._perform_openly(coast, num_steps)
         else:
             self.scheduler.coast(num_steps)
         counters.steps += num_steps
-        counters.busy_ns += timing.decode_run_ns(coast.num_decodes, coast.num_kv_tokens, num_steps)
+        counters.busy_ns += end_ns - coast.start_ns
         counters.computed_tokens += num_steps * coast.num_decodes
         pool = self.scheduler.pool
         counters.peak_blocks = max(counters.peak_blocks, pool.num_blocks - 1 - pool.num_free)

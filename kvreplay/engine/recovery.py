@@ -179,13 +179,14 @@ def truncate_at_invalid(
     """
     kv = recovery.scheduler.kv
     block_size = kv.block_size
+    is_invalid = kv.pool.membership(invalid)
     marked: set[int] = set()
     affected: list[str] = []
     downstream: dict[int, None] = {}
     for request in requests:
         ids = kv.block_arrays(request.request_id)[0]
         computed_before = request.num_computed_tokens - scheduled.get(request.request_id, 0)
-        bad_places = np.isin(ids[: max(-(-computed_before // block_size), 0)], invalid).nonzero()[0]
+        bad_places = is_invalid[ids[: max(-(-computed_before // block_size), 0)]].nonzero()[0]
         if not len(bad_places):
             continue
         affected.append(request.request_id)

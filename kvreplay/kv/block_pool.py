@@ -11,10 +11,13 @@ the one that a lookup returns. A block may hold several keys, where hits may end
 """
 
 import mmap
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 
 import numpy as np
+from numpy import count_nonzero  # on truth values and integers several times as fast as `any` and `all`
 from numpy.typing import NDArray
 
 from kvreplay.errors import EngineFatal
@@ -26,6 +29,8 @@ Keys = NDArray[np.int64]
 
 NO_KEY = -1
 _LOG_FACTOR = 6
+_INSERTS_PER_SWEEP = 4
+"""Per block of the pool: after so many, the memory of keys that are gone is given back."""
 _NO_BLOCKS: BlockIds = np.empty(0, np.int64)
 
 
@@ -57,6 +62,7 @@ class BlockPool:
         """Length of the prefix that a block's key stands for, where `cache` was told."""
         self._first = _zeros(max(num_keys, 1))
         """Key → the block a lookup returns, 0 for none."""
+        self._sweep_at = _INSERTS_PER_SWEEP * num_blocks
 
         self._queue = np.zeros(_LOG_FACTOR * num_blocks, np.int32)
         self._place = np.zeros(num_blocks, np.int64)
@@ -86,23 +92,33 @@ class BlockPool:
 
     def find_prefix(self, keys: Keys) -> BlockIds:
         """Blocks of the longest cached prefix of `keys`."""
-        blocks = self.find(keys)
-        if not len(blocks) or not blocks[0]:
+        if not len(keys):
             return _NO_BLOCKS
+        first = keys[0]
+        # Most lookups find nothing, and who misses the first block misses all.
+        if first >= len(self._first) or not self._first_view[first]:
+            return _NO_BLOCKS
+        blocks = self.find(keys)
         first_miss = int((blocks == 0).argmax())
         return blocks[:first_miss] if first_miss else blocks
 
     def find(self, keys: Keys) -> BlockIds:
         """The block of each key, 0 where there is none."""
         try:
-            return self._first[keys].astype(np.int64)
+            return self._first.take(keys).astype(np.int64)
         except IndexError:  # keys that nobody has cached anything under yet
             self._reach(int(keys.max()))
-            return self._first[keys].astype(np.int64)
+            return self._first.take(keys).astype(np.int64)
 
     def num_evictable(self, block_ids: BlockIds) -> int:
         """How many of these would have to leave the free queue if they were touched. Null blocks do not count."""
-        return len(block_ids) - int(np.count_nonzero(self.ref_counts[block_ids]))
+        return len(block_ids) - int(count_nonzero(self.ref_counts[block_ids]))
+
+    def membership(self, block_ids: BlockIds) -> NDArray[np.bool_]:
+        """By block: whether it is one of these. Ids that no block has are ignored."""
+        is_member = np.zeros(self.num_blocks, np.bool_)
+        is_member[block_ids[(block_ids >= 0) & (block_ids < self.num_blocks)]] = True
+        return is_member
 
     def is_cached(self, block_ids: BlockIds) -> NDArray[np.bool_]:
         cached: NDArray[np.bool_] = self.keys[block_ids] != NO_KEY
@@ -172,13 +188,16 @@ class BlockPool:
         """
         if not len(ordered):
             return
-        counts = self.ref_counts[ordered] - 1
-        if not ordered.all():
+        counts = self.ref_counts[ordered]
+        counts -= 1
+        if count_nonzero(ordered) != len(ordered):
             is_real = ordered != NULL_BLOCK_ID
             ordered, counts = ordered[is_real], counts[is_real]
         self.ref_counts[ordered] = counts
-        freed = ordered[counts == 0] if counts.any() else ordered
-        assert len(freed) == len(ordered) or counts.min() >= 0, "block freed twice"
+        freed = ordered
+        if count_nonzero(counts):
+            assert counts.min() >= 0, "block freed twice"
+            freed = ordered[counts == 0]
         if not len(freed):
             return
         if self._tail + len(freed) > len(self._queue) or self._head < len(freed):
@@ -188,11 +207,16 @@ class BlockPool:
             self._put_first(freed)
             return
         uncached = self.keys[freed] == NO_KEY
-        if not uncached.any():
+        num_uncached = count_nonzero(uncached)
+        if not num_uncached:
             self._put_last(freed)
-            return
-        self._put_first(freed[uncached])
-        if not uncached.all():
+        elif num_uncached == len(freed):
+            self._put_first(freed)
+        elif uncached[0] and num_uncached == 1:  # a request's last block, which is not full
+            self._put_first(freed[:1])
+            self._put_last(freed[1:])
+        else:
+            self._put_first(freed[uncached])
             self._put_last(freed[~uncached])
 
     def free_each(self, ordered: Sequence[int]) -> None:
@@ -240,9 +264,11 @@ class BlockPool:
                 self._forget(partial)
             self.key_tokens[block_ids] = num_tokens
         self.num_inserted += len(keys)
+        if self.num_inserted >= self._sweep_at:
+            self._sweep()
         self.keys[block_ids] = keys
         taken = self.find(keys)
-        if taken.any():
+        if count_nonzero(taken):
             is_taken = taken != 0
             for key, block_id, first in zip(
                 keys[is_taken].tolist(), block_ids[is_taken].tolist(), taken[is_taken].tolist(), strict=True
@@ -333,7 +359,7 @@ class BlockPool:
         if self.num_free != self.num_blocks - 1:
             return False
         self.keys[:] = NO_KEY
-        self._first[:] = 0
+        self._replace_first(_zeros(len(self._first)))
         self._twins.clear()
         self._more_keys.clear()
         self._has_twin[:] = False
@@ -342,13 +368,14 @@ class BlockPool:
 
     def _evict_reused(self, block_ids: BlockIds) -> None:
         keys = self.keys[block_ids]
-        if (keys == NO_KEY).any():
-            cached = block_ids[keys != NO_KEY]
-        else:
+        is_cached = keys != NO_KEY
+        num_cached = int(count_nonzero(is_cached))
+        if num_cached:
             cached = block_ids
-        if len(cached):
-            self.num_evicted += len(cached)
-            self._forget(cached)
+            if num_cached < len(block_ids):
+                cached, keys = block_ids[is_cached], keys[is_cached]
+            self.num_evicted += num_cached
+            self._forget_keys(cached, keys)
             if self.on_evict is not None:
                 self.on_evict(cached)
 
@@ -366,11 +393,13 @@ class BlockPool:
             self.on_evict(np.array([block_id], np.int64))
 
     def _forget(self, block_ids: BlockIds) -> None:
-        keys = self.keys[block_ids]
+        self._forget_keys(block_ids, self.keys[block_ids])
+
+    def _forget_keys(self, block_ids: BlockIds, keys: Keys) -> None:
         self.keys[block_ids] = NO_KEY
         if self._twins:
             twin = self._has_twin[block_ids]
-            if twin.any():
+            if count_nonzero(twin):
                 for key, block_id in zip(keys[twin].tolist(), block_ids[twin].tolist(), strict=True):
                     self._remove_twin(key, block_id)
                 keys = keys[~twin]
@@ -408,14 +437,33 @@ class BlockPool:
         if key >= len(self._first):
             grown = _zeros(max(key + 1, 2 * len(self._first)))
             grown[: len(self._first)] = self._first
-            self._first = grown
-            self._first_view = grown.data
+            self._replace_first(grown)
+
+    def _sweep(self) -> None:
+        """Move what is left of the keys to fresh memory: most of those that ever came are gone."""
+        self._sweep_at = self.num_inserted + _INSERTS_PER_SWEEP * self.num_blocks
+        fresh = _zeros(len(self._first))
+        keys = self.keys[self.keys != NO_KEY]
+        fresh[keys] = self._first[keys]
+        for more in self._more_keys.values():
+            fresh[more] = self._first[more]
+        self._replace_first(fresh)
+
+    def _replace_first(self, first: NDArray[np.int32]) -> None:
+        self._first = first
+        self._first_view = first.data
 
 
 def _zeros(count: int) -> NDArray[np.int32]:
-    """Zeros in small pages of the operating system, which cost nothing until they are touched: a slot per key of the
+    """Zeros in small pages of the operating system, which cost nothing until they are written: a slot per key of the
     whole workload is cheap. (numpy asks for huge pages, of which a few keys touch nearly all.)"""
-    zeros: NDArray[np.int32] = np.frombuffer(mmap.mmap(-1, 4 * count), np.int32)
+    if sys.platform == "win32":
+        return np.zeros(count, np.int32)
+    memory = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages does not know the word
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    zeros: NDArray[np.int32] = np.frombuffer(memory, np.int32)
     return zeros
 
 

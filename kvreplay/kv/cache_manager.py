@@ -8,6 +8,7 @@ import numpy as np
 
 from kvreplay.errors import ConfigError, EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
+from kvreplay.kv.block_list import BlockList
 from kvreplay.kv.block_pool import NO_KEY, BlockIds, BlockPool, Keys
 from kvreplay.kv.block_table import UNTRACKED, BlockTable
 from kvreplay.kv.lookup import FoundPrefix, Hit, PrefixLookup, no_hit
@@ -27,15 +28,15 @@ class BlocksOfRequest:
         self._request_id = request_id
         self._num_tokens = num_tokens
 
-    def get_block_ids(self) -> tuple[list[int], ...]:
+    def get_block_ids(self) -> tuple[Sequence[int], ...]:
         if self._num_tokens is None:
-            return self._manager.get_block_ids(self._request_id)
+            return tuple(BlockList(ids.copy()) for ids in self._manager.block_arrays(self._request_id))
         return self._manager.get_block_ids_for_computed_tokens(self._request_id, self._num_tokens)
 
-    def get_unhashed_block_ids_all_groups(self) -> tuple[list[int], ...]:
+    def get_unhashed_block_ids_all_groups(self) -> tuple[Sequence[int], ...]:
         pool = self._manager.pool
         return tuple(
-            ids[(ids != NULL_BLOCK_ID) & ~pool.is_cached(ids)].tolist()
+            BlockList(ids[(ids != NULL_BLOCK_ID) & ~pool.is_cached(ids)])
             for ids in self._manager.block_arrays(self._request_id)
         )
 
@@ -221,9 +222,11 @@ class KVCacheManager:
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         return tuple(ids.tolist() for ids in self.block_arrays(request_id))
 
-    def get_block_ids_for_computed_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[list[int], ...]:
+    def get_block_ids_for_computed_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[Sequence[int], ...]:
         return tuple(
-            (ids[: cdiv(num_computed_tokens, manager.block_size)] if manager.spec.is_attention else ids).tolist()
+            BlockList(
+                (ids[: cdiv(num_computed_tokens, manager.block_size)] if manager.spec.is_attention else ids).copy()
+            )
             for ids, manager in zip(self.block_arrays(request_id), self.managers, strict=True)
         )
 

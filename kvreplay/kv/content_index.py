@@ -23,6 +23,9 @@ _POSITION_STRIDE: Final = 0xD1342543DE82EF95
 """Odd, so that the words of one segment never repeat."""
 _RAMP_LIMIT: Final = 1 << 20
 """Positions whose share of the fingerprint is kept ready; later ones are computed when asked for."""
+_RECENT_PROMPTS: Final = 64
+_WORTH_KEEPING: Final = 1024
+"""Tokens: fewer words are computed faster than they are found."""
 
 
 def _scramble(word: int) -> int:
@@ -118,6 +121,8 @@ class ContentIndex:
         self._output_hashes = segments.hashes[last]
         num_positions = min(max(self._total_tokens, default=0), _RAMP_LIMIT)
         self._ramp = np.arange(num_positions, dtype=np.uint64) * np.uint64(_POSITION_STRIDE)
+        self._recent_prompts: dict[int, WordArray] = {}
+        """A request's first segment → the words of its prompt."""
         self._block_ramp: KeyArray = np.arange(max(self._total_tokens, default=0) // hash_block_size, dtype=np.int64)
 
         uses = np.bincount(ids, minlength=self.num_segments)
@@ -194,6 +199,22 @@ class RequestContent:
     def fingerprints(self, start: int, end: int) -> WordArray:
         """The word of each position in [start, end): its segment's, moved on by the position."""
         assert 0 <= start <= end <= self.num_tokens
+        if end - start >= _WORTH_KEEPING and end <= self.num_prompt_tokens:
+            return self._prompt_words()[start:end]
+        return self._fingerprints(start, end)
+
+    def _prompt_words(self) -> WordArray:
+        """Of the whole prompt: whoever writes them, others who read them soon follow."""
+        recent = self._index._recent_prompts
+        words = recent.get(self._begin)
+        if words is None:
+            words = recent[self._begin] = self._fingerprints(0, self.num_prompt_tokens)
+            words.flags.writeable = False
+            if len(recent) > _RECENT_PROMPTS:
+                del recent[next(iter(recent))]
+        return words
+
+    def _fingerprints(self, start: int, end: int) -> WordArray:
         index = self._index
         if end <= len(index._ramp):
             ramp = index._ramp[start:end]

@@ -61,7 +61,9 @@ class StepTiming:
 
     def num_decode_steps_within(self, num_decodes: int, num_kv_tokens: int, span_ns: int) -> int:
         """The largest number of steps for which `decode_run_ns` is at most `span_ns`."""
-        low, high = 0, span_ns // self.step_ns(0, num_decodes, num_kv_tokens)
+        # No step is shorter than the first, nor longer than the last of as many as could be.
+        high = span_ns // self.step_ns(0, num_decodes, num_kv_tokens)
+        low = span_ns // self.step_ns(0, num_decodes, num_kv_tokens + high * num_decodes)
         while low < high:
             middle = (low + high + 1) // 2
             if self.decode_run_ns(num_decodes, num_kv_tokens, middle) <= span_ns:

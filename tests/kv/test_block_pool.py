@@ -168,6 +168,29 @@ class TestPrefixCache:
         pool.free_blocks(ids(3, 2))
         assert pool.num_evictable(ids(0, 1, 2, 3)) == 2
 
+    def test_what_is_cached_stays_so_when_the_memory_of_gone_keys_is_given_back(self) -> None:
+        """Twins, partial keys and the order of insertion too."""
+        pool = BlockPool(6, 1000)
+        kept = pool.get_new_blocks(3)
+        pool.cache(kept[:2], keys(900, 901), keys(4, 4))
+        pool.cache(kept[2:], keys(900), keys(4))
+        pool.cache_partial(int(kept[1]), 950, 2)
+        memory = pool._first
+        for round_ in range(20):
+            block = pool.get_new_blocks(1)
+            pool.cache(block, keys(round_))
+            pool.free_blocks(block)
+        assert pool._first is not memory, "it has been replaced"
+        assert pool.find(keys(900, 901, 950)).tolist() == [1, 2, 2]
+        assert pool.find(keys(*range(20))).tolist() == [0] * 18 + [4, 5]
+        assert pool.num_cached_keys == 5
+        pool.evict_blocks([1])
+        assert pool.find(keys(900)).tolist() == [3]
+
+    def test_members_by_block(self) -> None:
+        """Whoever reports blocks may name some that do not exist."""
+        assert BlockPool(4).membership(ids(2, 7, -1)).tolist() == [False, False, True, False]
+
     def test_which_blocks_have_a_hash(self) -> None:
         pool = BlockPool(4)
         pool.cache(pool.get_new_blocks(2)[1:], keys(1))

@@ -31,7 +31,7 @@ class SendBlockMeta:
 
     p_req_id: str
     transfer_id: str
-    local_block_ids: list[list[int]] = field(default_factory=list)
+    local_block_ids: Sequence[Sequence[int]] = field(default_factory=list)
     ready: bool = False
     announced_by: str | None = None
     """The request in prefill; `p_req_id` has it only if no pull came before."""
@@ -163,7 +163,7 @@ class CopyPlanner:
         write.size_bytes = plan.num_bytes(segments)
 
     def _matched(
-        self, write: Write, d_req_id: str, have: list[list[int]], wanted: list[list[int]]
+        self, write: Write, d_req_id: str, have: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]
     ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]] | None:
         """Per group: source and destination, of equal lengths. None: the request has failed."""
         if len(have) != len(wanted):
@@ -189,7 +189,7 @@ class CopyPlanner:
             pairs.append((self._kernel_blocks(group, own), self._kernel_blocks(group, peers)))
         return pairs
 
-    def _kernel_blocks(self, group: int, block_ids: list[int]) -> NDArray[np.int64]:
+    def _kernel_blocks(self, group: int, block_ids: Sequence[int]) -> NDArray[np.int64]:
         ids = np.asarray(block_ids, dtype=np.int64)
         ratio = self._ratios[group]
         if ratio == 1:

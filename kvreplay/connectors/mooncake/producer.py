@@ -225,7 +225,7 @@ class Producer:
         elif entry.announced_by is None:
             entry.announced_by = p_req_id
 
-    def _finish(self, p_req_id: str, transfer_id: str, block_ids: list[list[int]], now_ns: int) -> bool:
+    def _finish(self, p_req_id: str, transfer_id: str, block_ids: Sequence[Sequence[int]], now_ns: int) -> bool:
         """The request's blocks are there to be sent. False: nobody knows the transfer, and the step's rest is lost."""
         entry = self.entries.get(transfer_id)
         if self._accepts_unknown:
@@ -242,7 +242,7 @@ class Producer:
         self._woken.update(entry.waiters)
         return True
 
-    def _make_ready(self, entry: SendBlockMeta, p_req_id: str, block_ids: list[list[int]], now_ns: int) -> None:
+    def _make_ready(self, entry: SendBlockMeta, p_req_id: str, block_ids: Sequence[Sequence[int]], now_ns: int) -> None:
         entry.p_req_id = p_req_id
         entry.local_block_ids = block_ids
         entry.ready = True

@@ -15,7 +15,7 @@ from kvreplay.kv.specs import FULL, MAMBA, MLA
 PULL_PARAMETERS: Final = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 """Without any of these in `kv_transfer_params` there is nobody to pull from."""
 
-_Blocks = list[list[int]]
+_Blocks = Sequence[Sequence[int]]
 
 
 class TransferGroup(Protocol):
@@ -190,7 +190,7 @@ class MooncakeScheduler(PlainSchedulerHalf):
         if len(block_ids) != num_groups:
             raise EngineFatal("ValueError", f"Expected {num_groups} KV cache groups, got {len(block_ids)}.")
         return [
-            list(of_group if num_blocks is None else of_group[-num_blocks:])
+            of_group[:] if num_blocks is None else of_group[-num_blocks:]
             for of_group, num_blocks in zip(block_ids, self._window_blocks, strict=True)
         ]
 

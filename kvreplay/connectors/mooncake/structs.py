@@ -4,7 +4,7 @@ Wire structures have vLLM's names, fields and bytes (msgpack maps, default value
 travel as structs; over a socket, or where a fault has made bytes of them, they are encoded.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import islice
@@ -38,7 +38,7 @@ class MooncakeXferMetadata(msgspec.Struct, omit_defaults=True):
     remote_port: int
     remote_tp_size: int
     remote_tp_rank: int
-    req_blocks: dict[str, tuple[str, list[list[int]]]]
+    req_blocks: dict[str, tuple[str, Sequence[Sequence[int]]]]
     kv_caches_base_addr: list[int]
     block_lens: list[int]
     kv_block_lens: list[int]
@@ -70,7 +70,7 @@ class MooncakeXferResponse(msgspec.Struct, omit_defaults=True):
     layout_id: int = 0
 
 
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=list)
 _request_decoder = msgspec.msgpack.Decoder(MooncakeXferMetadata)
 _response_decoder = msgspec.msgpack.Decoder(MooncakeXferResponse)
 
@@ -211,7 +211,7 @@ class PullReqMeta:
 
     d_req_id: str
     transfer_id: str
-    local_block_ids: list[list[int]]
+    local_block_ids: Sequence[Sequence[int]]
     """Destination blocks, one list per KV cache group; none at all: only release the producer's."""
     remote_engine_id: str
     remote_bootstrap_addr: str
@@ -252,7 +252,7 @@ class MooncakeConnectorMetadata:
 
     reqs_to_recv: dict[str, dict[str, PullReqMeta]] = field(default_factory=dict)
     """Producer's engine id → request id → what to pull."""
-    reqs_to_send: dict[str, tuple[str, list[list[int]]]] = field(default_factory=dict)
+    reqs_to_send: dict[str, tuple[str, Sequence[Sequence[int]]]] = field(default_factory=dict)
     """Request id → transfer id and blocks; no list at all: announced, not finished yet."""
     reqs_not_processed: dict[str, None] = field(default_factory=dict)
     """Transfer ids of requests that ended without anything to send, in that order."""

@@ -42,7 +42,7 @@ class LoadBuilder:
         self,
         state: RequestState,
         tables: Sequence[BlockIds],
-        unhashed: Sequence[list[int]],
+        unhashed: Sequence[Sequence[int]],
         total: int,
         *,
         is_sync: bool,

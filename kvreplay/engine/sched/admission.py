@@ -65,7 +65,13 @@ class AdmissionLayer(RunningLayer):
                     self._scan = Scan.EXHAUSTED
                 break
             request = queue.peek()
-            share = self._admit(request, threshold, out, defer_prefills=defer_prefills)
+            if (
+                request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+                and request.request_id not in self.finished_recving
+            ):
+                share: Share | _Head = _Head.SKIP
+            else:
+                share = self._admit(request, threshold, out, defer_prefills=defer_prefills)
             if share is _Head.STOP:
                 if may_settle:
                     self._scan = Scan.BLOCKED
@@ -118,10 +124,8 @@ class AdmissionLayer(RunningLayer):
         return misfit.least_blocks - (self.pool.num_inserted - misfit.num_inserted) > self.pool.num_free
 
     def _admit(self, request: Request, threshold: int, out: SchedulerOutput, *, defer_prefills: bool) -> Share | _Head:
-        """Admit the head of a queue to run, or into a load, or not."""
+        """Admit the head of a queue, whose load is not under way, to run, or into a load, or not."""
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            if request.request_id not in self.finished_recving:
-                return _Head.SKIP
             self._promote(request)
             out.made_progress = True
             if self.rules.retries_afresh and not request.num_computed_tokens:

@@ -125,7 +125,8 @@ class LockstepLayer(SchedulerState):
 
     def materialise_lockstep(self, out: SchedulerOutput, *, holding: BlockIds) -> None:
         """Give members that hold any of these blocks a share of their own in the step in flight."""
-        members = [request for request in self.lockstep if np.isin(self._table(request).ids, holding).any()]
+        is_held = self.pool.membership(holding)
+        members = [request for request in self.lockstep if np.count_nonzero(is_held[self._table(request).ids])]
         if not members:
             return
         for request in members:

@@ -133,7 +133,7 @@ class TestUnknownTransfers:
         pair = Pair()
         pair.announce("p1", "X1")
         ready = {"p9": ("X9", [[7]]), "p1": ("X1", [[1]])}
-        pair.p.start_load_kv(MooncakeConnectorMetadata(reqs_to_send=ready))
+        pair.p.start_load_kv(MooncakeConnectorMetadata(reqs_to_send=dict(ready)))
         assert not producer_of(pair).entries["X1"].ready
         assert "X9" not in producer_of(pair).entries
 
@@ -141,7 +141,7 @@ class TestUnknownTransfers:
         pair = Pair(behaviour(mooncake_unknown_transfer="accept"))
         pair.announce("p1", "X1")
         ready = {"p9": ("X9", [[7]]), "p1": ("X1", [[1]])}
-        pair.p.start_load_kv(MooncakeConnectorMetadata(reqs_to_send=ready))
+        pair.p.start_load_kv(MooncakeConnectorMetadata(reqs_to_send=dict(ready)))
         assert [entry.ready for entry in producer_of(pair).entries.values()] == [True, True]
 
     def test_a_drop_of_a_stranger_keeps_the_others_announced(self) -> None:
