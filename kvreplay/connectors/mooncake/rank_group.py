@@ -72,7 +72,7 @@ class RankGroup:
         self._early: list[dict[int, RankReport]] = [{} for _ in workers]
         """Reports that wait for an earlier one of their rank."""
         self._arrived: list[RankReport] = []
-        self._loading: dict[str, list[list[int]]] = {}
+        self._loading: dict[str, Sequence[Sequence[int]]] = {}
         """Requests that are being loaded → their blocks: a report of wrong blocks does not say whose they are."""
         self._unacknowledged: dict[tuple[int, int], RankReport] = {}
         self._retries = 0
