@@ -15,12 +15,12 @@ from kvreplay.conformance.vector import Json, UnsupportedVectorError
 from kvreplay.conformance.workload import GroupSpec, RequestSpec, Speculation, Workload, read_workload
 from kvreplay.engine.config import SPECULATIVE_METHODS, SchedulerConfig, SpeculativeConfig
 from kvreplay.engine.connector import KVConnectorOutput
+from kvreplay.engine.history.skipped_waiting import scheduler_kind
 from kvreplay.engine.log import EngineLog
 from kvreplay.engine.output import ModelRunnerOutput, RequestOutput, SchedulerOutput, Share
 from kvreplay.engine.recovery import FailureRules
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.rules import SchedulerRules
-from kvreplay.engine.scheduler import Scheduler
 from kvreplay.errors import EngineFatal
 from kvreplay.events import DETAIL_RUN, Event
 from kvreplay.kv.block_pool import BlockIds, BlockPool
@@ -177,7 +177,7 @@ class Driver:
             looks_at_whole_chunks=rules.looks_at_whole_chunks,
         )
         self.log = EngineLog(_EvictionSink(), None)
-        self.scheduler = Scheduler(
+        self.scheduler = scheduler_kind(behaviour)(
             config,
             self.kv,
             self.connector,

@@ -12,7 +12,7 @@ from kvreplay.connectors.mooncake.sharding import Sharding
 from kvreplay.connectors.offloading.workers import OffloadingWorkers
 from kvreplay.engine.accounts import RecomputeAccounts
 from kvreplay.engine.connector import SchedulerConnector
-from kvreplay.engine.history.skipped_waiting import SkippedWaitingScheduler
+from kvreplay.engine.history.skipped_waiting import scheduler_kind
 from kvreplay.engine.instance import Counters, Instance
 from kvreplay.engine.log import EngineLog
 from kvreplay.engine.recovery import FailureRules
@@ -49,10 +49,6 @@ def instance_names(config: ReplayConfig) -> dict[str, Role]:
 def kv_role_of(role: Role, config: ReplayConfig) -> str:
     """vLLM's `kv_role` of these instances; empty without a connector."""
     return _KV_ROLE.get(role, "" if config.connector.kind == "none" else "kv_both")
-
-
-def scheduler_kind(behaviour: Behaviour) -> type[Scheduler]:
-    return SkippedWaitingScheduler if behaviour["waiting_model"] == "skipped_waiting" else Scheduler
 
 
 @dataclass(frozen=True, slots=True)

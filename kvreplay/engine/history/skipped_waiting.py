@@ -4,6 +4,7 @@ Whoever is passed over goes to the front of one queue, with blocks or without, a
 that then does not fit stops the scan in front of loads that have finished.
 """
 
+from kvreplay.behaviour import Behaviour
 from kvreplay.engine.queues import RequestQueue, urgency
 from kvreplay.engine.request import Request
 from kvreplay.engine.scheduler import Scheduler
@@ -23,3 +24,7 @@ class SkippedWaitingScheduler(Scheduler):
 
     def _waits_with_holders(self, request: Request) -> bool:
         return True
+
+
+def scheduler_kind(behaviour: Behaviour) -> type[Scheduler]:
+    return SkippedWaitingScheduler if behaviour["waiting_model"] == "skipped_waiting" else Scheduler
