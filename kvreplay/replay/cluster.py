@@ -190,6 +190,8 @@ def _waiting_on(scheduler: Scheduler, request: Request, num_blocks_held: int) ->
         return f"progress: {request.attempts} times parked or preempted without a token"
     if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
         return "remote KV"
+    if request.request_id in scheduler.deferred_waiting and request.lookup_answer == (None, False):
+        return "an undecided lookup"
     return "a turn to run" if num_blocks_held else "free blocks"
 
 

@@ -1,0 +1,45 @@
+"""One engine with a CPU tier, and the moment in which that matters: a prompt is stored, driven off the GPU, and asked
+for again.
+
+Times in ms, a step takes 10: `a` runs from 0 on; `f` needs the whole pool from `f_ms` on; `b` has the prompt of `a`,
+and finds all of it in the CPU tier. Copies take no time, or nearly.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from kvreplay.connectors.offloading.config import OffloadingConfig
+from kvreplay.kv.specs import KVCacheGroupSpec
+from kvreplay.replay.config import ConnectorConfig, ReplayConfig
+from kvreplay.trace.workload import Workload
+from tests.scenarios.stage import Check, request, role, single, workload
+
+SLOT = 4096
+"""Bytes of a chunk's slot: a page of memory, as blocks are so small."""
+TEXT = "abcd"
+
+
+def offloading(
+    *groups: KVCacheGroupSpec,
+    cpu_chunks: int = 64,
+    num_gpu_blocks: int = 17,
+    check: Check = "on",
+    scheduler: dict[str, Any] | None = None,
+    **options: Any,  # noqa: ANN401 - fields of OffloadingConfig
+) -> ReplayConfig:
+    """E0 with a pool that holds one longest request."""
+    base = single(role(num_gpu_blocks=num_gpu_blocks, **(scheduler or {})), check=check)
+    config = OffloadingConfig(cpu_bytes_to_use=cpu_chunks * SLOT, copy_latency=1e-6, **options)
+    return replace(
+        base,
+        model=replace(base.model, groups=groups or base.model.groups),
+        connector=ConnectorConfig(kind="offloading", options=config),
+    )
+
+
+def there_and_back(*, f_ms: float = 100, b_ms: float = 400, **params: Any) -> Workload:  # noqa: ANN401 - of `a`
+    return workload(
+        request("a", 0, prompt_tokens=16, text=TEXT, **params),
+        request("f", f_ms, prompt_tokens=60),
+        request("b", b_ms, prompt_tokens=16, text=TEXT),
+    )

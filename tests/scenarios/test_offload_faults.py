@@ -1,0 +1,118 @@
+"""Each fault of the offloading connector: what comes of it in 0.33.0, and what should."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvreplay.faults.catalogue import catalogue
+from kvreplay.replay.config import ReplayConfig
+from kvreplay.trace.workload import Workload
+from kvreplay.verdict.model import Summary
+from tests.scenarios.offload_stage import offloading, there_and_back
+from tests.scenarios.stage import judge
+
+TIERED: dict[str, Any] = {"spec_name": "TieringOffloadingSpec", "cpu_chunks": 15}
+"""`f` drives the chunks of `a` out of the CPU tier too: what `b` finds is in storage."""
+
+
+class Case(NamedTuple):
+    inject: tuple[str, ...]
+    symptom: str
+    """Of 0.33.0: the verdict, and a word of what is said."""
+    config: ReplayConfig
+    workload: Workload
+    loses: str = ""
+    """Under `ideal`: the tier of whose contents `b` gets nothing."""
+
+
+def case(*inject: str, symptom: str, config: ReplayConfig | None = None, f_ms: float = 100, loses: str = "CPU") -> Case:
+    return Case(inject, symptom, config or offloading(), there_and_back(f_ms=f_ms, b_ms=1500), loses)
+
+
+CASES = {
+    "load-dma-fail": case(
+        "offload.load-dma-fail", symptom="crashed: AssertionError get_finished: transfer_result.success"
+    ),
+    "store-dma-fail": case(
+        "offload.store-dma-fail:request=a",
+        symptom="crashed: AssertionError get_finished: transfer_result.success",
+    ),
+    "submit-refused": case(
+        "offload.submit-refused:request=b", symptom="crashed: AssertionError start_kv_transfers: success"
+    ),
+    "load-slow": case("offload.load-slow", symptom="passed", loses=""),
+    "store-slow": case("offload.store-slow:request=a,delay=200ms", symptom="passed", loses=""),
+    "copy-hang": case("offload.copy-hang:request=b", symptom="stalled: remote KV"),
+    "late-read": case("offload.late-read:request=a", symptom="violated: CONTENT", f_ms=15),
+    "load-corrupt": case("offload.load-corrupt", symptom="violated: CONTENT"),
+    "store-corrupt": case("offload.store-corrupt:request=a", symptom="violated: CONTENT"),
+    "done-lost": case("offload.done-lost:request=b", symptom="stalled: remote KV"),
+    "ack-lost": case("offload.ack-lost:request=b,nth=1", symptom="stalled: remote KV", loses=""),
+    "ack-late": case("offload.ack-late:request=b", symptom="passed", loses=""),
+    "ack-duplicate": case("offload.ack-duplicate:request=a", symptom="crashed: AssertionError job_status", loses=""),
+    "alloc-fail": case("offload.alloc-fail:request=a,nth=1", symptom="passed", loses=""),
+    "evict-between": case(
+        "offload.evict-between:request=b,nth=1", symptom="crashed: AssertionError chunk not found in cache"
+    ),
+    "not-ready-hit": case(
+        "offload.store-slow:request=a,delay=9s",
+        "offload.not-ready-hit:request=b",
+        symptom="crashed: AssertionError chunk is not ready for reading",
+        config=offloading(num_gpu_blocks=21),
+    ),
+    "lookup-pending-forever": case("offload.lookup-pending-forever:request=b", symptom="stalled: an undecided lookup"),
+    "promotion-fail": case("offload.promotion-fail:count=1", symptom="passed", config=offloading(**TIERED), loses=""),
+    "tier-store-fail": case(
+        "offload.tier-store-fail:request=a", symptom="passed", config=offloading(**TIERED), loses="STORAGE"
+    ),
+    "tier-slow": case("offload.tier-slow:request=b", symptom="passed", config=offloading(**TIERED), loses=""),
+}
+
+
+def told(summary: Summary) -> str:
+    """The verdict, and what it says of the worst that happened."""
+    if summary.crashes:
+        return f"{summary.verdict}: {summary.crashes[0].exception} {summary.crashes[0].message}"
+    if summary.stalled:
+        return f"{summary.verdict}: {summary.stalled[0].waiting_on}"
+    if summary.violations:
+        return f"{summary.verdict}: {summary.violations[0].checker}"
+    return summary.verdict
+
+
+def test_every_row_has_a_case() -> None:
+    rows = {name for name in catalogue() if name.startswith("offload.")}
+    assert {f"offload.{name}" for name in CASES} == rows
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_0_33_does(name: str, tmp_path: Path) -> None:
+    inject, symptom, config, requests, _ = CASES[name]
+    summary = judge(tmp_path, config, requests, *inject)
+    assert told(summary).startswith(symptom)
+    assert all(fault.fired for fault in summary.faults)
+    if name.endswith("corrupt"):
+        assert {violation.fault for violation in summary.violations} == set(inject)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_ideal_does(name: str, tmp_path: Path) -> None:
+    """Nobody fails, stalls or reads anything wrong, and nothing is held for ever."""
+    inject, _, config, requests, loses = CASES[name]
+    summary = judge(tmp_path, config, requests, *inject, behaviour="ideal", policy="recompute")
+    assert told(summary) == "passed"
+    assert summary.requests.finished == 3
+    assert all(fault.fired for fault in summary.faults)
+    assert summary.tiers is not None
+    found = summary.tiers.hit_tokens.keys() & {"CPU", "STORAGE"}
+    assert bool(summary.tiers.saved_tokens) == (not loses), found
+
+
+@pytest.mark.parametrize("name", ["load-dma-fail", "copy-hang", "load-corrupt", "done-lost"])
+def test_under_policy_fail_only_the_loading_request_fails(name: str, tmp_path: Path) -> None:
+    inject, _, config, requests, _ = CASES[name]
+    summary = judge(tmp_path, config, requests, *inject, behaviour="ideal", policy="fail")
+    assert summary.verdict == "passed"
+    assert (summary.requests.finished, summary.requests.failed) == (2, 1)
+    assert summary.loads.failed == 1
