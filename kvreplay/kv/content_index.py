@@ -122,7 +122,9 @@ class ContentIndex:
         num_positions = min(max(self._total_tokens, default=0), _RAMP_LIMIT)
         self._ramp = np.arange(num_positions, dtype=np.uint64) * np.uint64(_POSITION_STRIDE)
         self._recent_prompts: dict[int, WordArray] = {}
-        """A request's first segment → the words of its prompt."""
+        """Request → the words of its prompt."""
+        self._num_contents = [0] * len(arrivals)
+        """How often each request's content was asked for: once for each leg."""
         self._block_ramp: KeyArray = np.arange(max(self._total_tokens, default=0) // hash_block_size, dtype=np.int64)
 
         uses = np.bincount(ids, minlength=self.num_segments)
@@ -151,6 +153,7 @@ class ContentIndex:
 
     def content(self, request: int) -> "RequestContent":
         """The content of the request at this place in the workload; made anew at each call."""
+        self._num_contents[request] += 1
         return RequestContent(self, request)
 
     def is_generated_key(self, keys: KeyArray) -> NDArray[np.bool_]:
@@ -167,6 +170,7 @@ class RequestContent:
         "_end",
         "_first_output_block",
         "_index",
+        "_request",
         "num_prompt_tokens",
         "num_tokens",
         "output_hash",
@@ -175,6 +179,7 @@ class RequestContent:
 
     def __init__(self, index: ContentIndex, request: int) -> None:
         self._index = index
+        self._request = request
         self._begin = index._offsets[request]
         self._end = index._offsets[request + 1]
         self._block_keys: KeyArray | None = None
@@ -199,16 +204,20 @@ class RequestContent:
     def fingerprints(self, start: int, end: int) -> WordArray:
         """The word of each position in [start, end): its segment's, moved on by the position."""
         assert 0 <= start <= end <= self.num_tokens
-        if end - start >= _WORTH_KEEPING and end <= self.num_prompt_tokens:
+        if (
+            end - start >= _WORTH_KEEPING
+            and end <= self.num_prompt_tokens
+            and self._index._num_contents[self._request] > 1
+        ):
             return self._prompt_words()[start:end]
         return self._fingerprints(start, end)
 
     def _prompt_words(self) -> WordArray:
-        """Of the whole prompt: whoever writes them, others who read them soon follow."""
+        """Of the whole prompt: once one leg has written them, the other soon reads them."""
         recent = self._index._recent_prompts
-        words = recent.get(self._begin)
+        words = recent.get(self._request)
         if words is None:
-            words = recent[self._begin] = self._fingerprints(0, self.num_prompt_tokens)
+            words = recent[self._request] = self._fingerprints(0, self.num_prompt_tokens)
             words.flags.writeable = False
             if len(recent) > _RECENT_PROMPTS:
                 del recent[next(iter(recent))]

@@ -180,9 +180,19 @@ class LockstepLayer(SchedulerState):
 
     def _cache_filled_blocks(self) -> None:
         """Hash the blocks that this step fills, before anyone is looked up in it."""
-        for request in self.lockstep.filling_blocks(self.step):
-            table = self._table(request)
-            if table.num_cached < table.num_blocks:
+        members = self.lockstep.filling_blocks(self.step)
+        if not members or not self.pool.enable_caching:
+            return
+        if self._output_is_shared:
+            self._blocks_changed()
+        tables, pool, tells = self.kv.managers[0].tables, self.pool, self.log.wants_blocks
+        for request in members:
+            table = tables[request.request_id]
+            index = table.num_blocks - 1
+            if table.num_cached == index and not tells:
+                pool.cache_one(table.view[index], request.lockstep_keys[index])
+                table.num_cached = index + 1
+            elif table.num_cached <= index:
                 self._cache_filled(request, table)
 
     def _cache_filled(self, request: Request, table: BlockTable) -> None:
