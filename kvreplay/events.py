@@ -147,7 +147,7 @@ KINDS: Final[dict[str, KindSpec]] = {
     "block.evicted": KindSpec(
         _RUN,
         "cached blocks that lost their hash since the last such row; num_blocks, group, cause = capacity | "
-        "load-failure | reset, status = null, or the tier whose chunks they are",
+        "load-failure | reset | injected, status = null, or the tier whose chunks they are",
     ),
     "fault.injected": KindSpec(
         _RUN,

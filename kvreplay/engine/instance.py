@@ -118,6 +118,7 @@ class Instance:
         self._arrivals: list[Request] = []
         self._aborts: list[str] = []
         self._preemptions: list[str] = []
+        self._num_to_evict = 0
         self._resets: list[tuple[bool, bool, bool]] = []
         self._in_flight: SchedulerOutput | None = None
         self._coast: _Coast | None = None
@@ -198,6 +199,11 @@ class Instance:
         `running`: requests are preempted first, so that the pool is empty (vLLM: reset_prefix_cache's flags).
         """
         self._resets.append((gpu, running, connector))
+        self.poke()
+
+    def evict(self, num_blocks: int) -> None:
+        """An action fault: before the next step, cached blocks that nobody holds lose their content, oldest first."""
+        self._num_to_evict += num_blocks
         self.poke()
 
     def kill(self, cause: str) -> None:
@@ -294,6 +300,9 @@ class Instance:
             preemptions, self._preemptions = self._preemptions, []
             for request_id in preemptions:
                 scheduler.preempt(request_id)
+        if self._num_to_evict:
+            scheduler.evict_free(self._num_to_evict)
+            self._num_to_evict = 0
         while self._resets:
             gpu, running, connector = self._resets.pop(0)
             if gpu:

@@ -36,13 +36,6 @@ ROWS: Final = (
         survives="the death of that instance stays its own",
     ),
     FaultRow(
-        name="engine.clock-skew",
-        models="peers whose clocks differ while they compare leases",
-        verb="clock-skew",
-        target="instance",
-        survives="no block is freed while a peer may still read it",
-    ),
-    FaultRow(
         name="scheduler.preempt",
         models="a preemption at an unlucky moment (vllm/v1/core/sched/scheduler.py, _preempt_request)",
         verb="preempt",

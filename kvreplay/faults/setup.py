@@ -1,8 +1,7 @@
 """Set-up faults: they change what a run starts from, not what happens in it."""
 
-import tomllib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvreplay.events import EventSink
 from kvreplay.faults.choice import Choice, Window
@@ -40,35 +39,24 @@ class ArrivalFault:
         return rewritten
 
 
-def rewrite_config(plan: FaultPlan, config: Mapping[str, Any], instance: str | None = None) -> dict[str, Any]:
-    """The configuration's tables as the `config` faults change them, for one instance or (None) for all.
+class Override(NamedTuple):
+    """A key of the configuration, its value as text, and the fault that says so, for messages."""
 
-    Whoever reads the tables checks the values: a wrong key is a usage error like any other.
-    """
-    result = dict(config)
-    for fault in plan:
-        if fault.row.verb == "config" and _applies(fault, instance):
-            _set(result, fault.settings["key"].split("."), _toml_value(fault.settings["value"]))
-    return result
+    key: str
+    value: str
+    origin: str
+
+
+def overrides(plan: FaultPlan, instance: str | None = None) -> list[Override]:
+    """What the plan's `config` faults change for this instance alone or, without one, for all."""
+    return [
+        Override(fault.settings["key"], fault.settings["value"], fault.origin)
+        for fault in plan
+        if fault.row.verb == "config" and _applies(fault, instance)
+    ]
 
 
 def _applies(fault: Fault, instance: str | None) -> bool:
     if instance is None or fault.instance is None:
         return instance is None and fault.instance is None
     return matches_any(fault.instance, [instance])
-
-
-def _set(table: dict[str, Any], path: list[str], value: object) -> None:
-    """Set a nested key, copying the tables on the way."""
-    for name in path[:-1]:
-        inner = table.get(name)
-        table[name] = dict(inner) if isinstance(inner, Mapping) else {}
-        table = table[name]
-    table[path[-1]] = value
-
-
-def _toml_value(text: str) -> object:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text

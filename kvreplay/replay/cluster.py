@@ -1,7 +1,7 @@
 """A whole cluster on one event loop, from the first arrival to quiescence, with faults and after them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvreplay.behaviour import Behaviour
@@ -19,6 +19,7 @@ from kvreplay.replay.config import ReplayConfig
 from kvreplay.replay.findings import LiveFindings
 from kvreplay.replay.network import LinkNetwork
 from kvreplay.replay.node import Node, Surroundings, instance_names, kv_role_of
+from kvreplay.replay.overrides import overridden
 from kvreplay.replay.proxy import Proxy
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.event_loop import EventLoop
@@ -48,12 +49,19 @@ class RunSettings:
     use_lockstep: bool = True
 
 
+_COMMANDS: Final = frozenset(
+    {"abort", "crash", "restart", "preempt", "reset", "evict", "step-raises", "arrival", "config"}
+)
+
+
 def topology_of(config: ReplayConfig, workload: Workload | None) -> TopologyInfo:
     kind = config.connector.kind
     return TopologyInfo(
         instances={name: kv_role_of(role, config) for name, role in instance_names(config).items()},
         connectors=frozenset() if kind == "none" else frozenset({kind}),
-        commands=frozenset({"abort", "crash", "restart", "preempt", "reset", "step-raises", "arrival"}),
+        commands=frozenset(
+            {"abort", "crash", "restart", "preempt", "reset", "evict", "step-raises", "arrival", "config"}
+        ),
         request_ids=[arrival.request_id for arrival in workload.arrivals] if workload is not None else None,
         num_ranks=max(config.topology.num_ranks(role) for role in config.topology.roles),
         num_groups=len(config.model.groups),
@@ -72,7 +80,7 @@ class Cluster:
     """Built for one run. `run` plays it; the sink then has everything."""
 
     def __init__(self, settings: RunSettings, workload: Workload, sink: EventSink) -> None:
-        config = settings.config
+        config = overridden(settings.config, settings.plan)
         check_possible(settings.plan, topology_of(config, workload))
         self.loop = EventLoop()
         self.bus = Bus(self.loop, LinkNetwork(config.network))
@@ -93,7 +101,10 @@ class Cluster:
             single_steps=settings.single_steps,
             use_lockstep=settings.use_lockstep,
         )
-        self.nodes = [Node(name, role, rank, surroundings) for rank, (name, role) in enumerate(self.roles.items(), 1)]
+        self.nodes = [
+            Node(name, role, rank, replace(surroundings, config=overridden(config, settings.plan, name)))
+            for rank, (name, role) in enumerate(self.roles.items(), 1)
+        ]
         self.proxy = Proxy(workload, self.nodes, config.topology, self.bus, self.sink, self.injector.rewrite_params)
         self._topology = topology_of(config, workload)
 

@@ -137,7 +137,7 @@ def load_config(
     for assignment in sets:
         apply_set(document, assignment)
     if policy is not None:
-        _apply(document, "connector.kv_load_failure_policy", policy, f"--policy {policy}")
+        apply_text(document, "connector.kv_load_failure_policy", policy, f"--policy {policy}")
     config = config_from_document(document, source, sets)
     behaviour = profile_named(profile or DEFAULT_PROFILE)
     for switch in switches:
@@ -192,7 +192,7 @@ def apply_set(document: Document, assignment: str) -> None:
     key, separator, text = assignment.partition("=")
     if not separator:
         raise ConfigError(f"--set {assignment}: expected KEY=VALUE")
-    _apply(document, key, text, f"--set {assignment}")
+    apply_text(document, key, text, f"--set {assignment}")
 
 
 # -- where a document comes from ----------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def _parse_json(text: str, source: str) -> Document:
 # -- the command line ---------------------------------------------------------------------------------------------
 
 
-def _apply(document: Document, dotted: str, text: str, where: str) -> None:
+def apply_text(document: Document, dotted: str, text: str, where: str) -> None:
     """Put a typed value at `[role.]section.key`."""
     role, path = _split_role(dotted.split("."))
     known = _settable()

@@ -279,6 +279,9 @@ class Node:
             case "reset":
                 self.instance.reset_caches(**arguments)
                 return True
+            case "evict":
+                self.instance.evict(arguments["num_blocks"])
+                return True
             case "step-raises":
                 self.instance.raise_in_next_step(
                     arguments.get("exception", "RuntimeError"), arguments.get("message", "injected")

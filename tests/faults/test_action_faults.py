@@ -180,7 +180,6 @@ def test_a_preemption_reaches_the_instance_of_the_event() -> None:
         ("cache.reset:at=1s,what=both", Command("reset", {"gpu": True, "connector": True})),
         ("cache.evict:at=1s,blocks=7", Command("evict", {"num_blocks": 7})),
         ("engine.step-raises:at=1s", Command("step-raises")),
-        ("engine.clock-skew:at=1s,skew=2s,direction=behind", Command("clock-skew", {"skew_ns": -2_000_000_000})),
     ],
 )
 def test_an_instance_is_told_what_to_do(spec: str, command: Command) -> None:

@@ -1,7 +1,7 @@
 """Set-up faults: another configuration, or other parameters on arrival."""
 
 from kvreplay.faults.plan import make_plan
-from kvreplay.faults.setup import rewrite_config
+from kvreplay.faults.setup import overrides
 from tests.faults.bench import Bench
 
 PARAMS = {"transfer_id": "xfer-a", "remote_engine_id": "P0#0", "do_remote_prefill": True}
@@ -25,13 +25,11 @@ def test_parameters_that_lack_it_anyway_are_no_match() -> None:
 
 
 def test_a_configuration_is_changed_for_all_or_for_one() -> None:
-    config = {"cache": {"num_gpu_blocks": 100, "block_size": 16}, "scheduler": {"max_num_seqs": 8}}
-    plan = make_plan(["config.override", "config.override:instance=D0,key=scheduler.policy,value=priority", "timeout"])
-    changed = rewrite_config(plan, config)
-    assert changed["cache"] == {"num_gpu_blocks": 1024, "block_size": 16}
-    assert rewrite_config(plan, changed, "D0")["scheduler"] == {"max_num_seqs": 8, "policy": "priority"}
-    assert rewrite_config(plan, changed, "D1") == changed
-    assert config["cache"]["num_gpu_blocks"] == 100
+    specs = ["config.override", "config.override:instance=D*,key=scheduler.policy,value=priority", "timeout"]
+    plan = make_plan(specs)
+    assert overrides(plan) == [("cache.num_gpu_blocks", "1024", f"--inject {specs[0]}")]
+    assert overrides(plan, "D0") == [("scheduler.policy", "priority", f"--inject {specs[1]}")]
+    assert overrides(plan, "P0") == []
 
 
 def test_a_changed_configuration_counts_as_fired() -> None:

@@ -16,6 +16,7 @@ ENGINE_FAULTS: Final = (
     "abort:p=0.3,when=running",
     "abort:p=0.3,when=queued",
     "scheduler.preempt:at=request.first_token,p=0.5",
+    "cache.evict:at=60ms,blocks=2",
     "peer-crash:at=50ms",
     "peer-crash:at=50ms,down=100ms",
 )
@@ -43,6 +44,7 @@ PAIR_FAULTS: Final = (
     "abort:p=0.3",
     "abort:p=0.3,when=running",
     "abort:p=0.3,when=queued",
+    "cache.evict:at=60ms,blocks=2",
     "peer-crash:at=30ms,down=1s",
     "peer-crash:at=40ms,instance=D0",
     "peer-crash:at=40ms,instance=D0,down=1s",

@@ -117,6 +117,14 @@ class EndsLayer(LockstepLayer):
             self.log.evicted(cached, 0, "reset")
         return (self.reset_connector_cache() and done) if reset_connector else done
 
+    def evict_free(self, num_blocks: int) -> int:
+        """Take the hash from up to so many blocks that nobody holds, in the order in which they would be reused.
+        Returns how many lost one."""
+        free = self.pool.free_queue()
+        evicted = self.pool.evict_blocks(free[self.pool.is_cached(free)][:num_blocks].tolist())
+        self.log.evicted(len(evicted), 0, "injected")
+        return len(evicted)
+
     def reset_connector_cache(self) -> bool:
         """What the connector has cached is forgotten, where it caches anything."""
         self._blocks_changed()
