@@ -173,9 +173,8 @@ class MemoryTrace:
 class TraceWriter(MemoryTrace):
     """A trace that also goes to a Parquet file, behind the watermark.
 
-    The file appears when `close` has succeeded and not before: until then a temporary file beside it grows. As a
-    context manager it closes at the end of the block, and leaves nothing behind if the block is left by an
-    exception, Ctrl-C included.
+    A context manager. The file appears at the end of the block and not before: until then a temporary file beside it
+    grows, of which nothing stays if the block is left by an exception, Ctrl-C included.
     """
 
     def __init__(self, path: Path, metadata: TraceMetadata, detail: int = DETAIL_RUN) -> None:
@@ -188,11 +187,13 @@ class TraceWriter(MemoryTrace):
         self._num_waiting = 0
         self._file: BinaryIO | None = None
         self._parquet: pq.ParquetWriter | None = None
+
+    def _open(self) -> None:
         with self._disk():
             self._file = self._temporary.open("wb")
             self._parquet = pq.ParquetWriter(
                 self._file,
-                SCHEMA.with_metadata(metadata.encode()),
+                SCHEMA.with_metadata(self.metadata.encode()),
                 compression="zstd",
                 use_dictionary=[*STRINGS, "prefix_hashes.list.element"],
                 write_page_checksum=True,
@@ -253,15 +254,22 @@ class TraceWriter(MemoryTrace):
         self._temporary.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
+        # Not before: from here on whatever ends the block is sure to be seen, Ctrl-C on the way in included.
+        try:
+            self._open()
+        except BaseException:
+            self.abort()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.abort()
+        try:
+            if error is None:
+                self.close()
+        finally:
+            self.abort()  # nothing is left to do if it has been closed
 
 
 def frame_of(tables: Sequence[pa.Table], columns: Sequence[str] | None) -> "pl.DataFrame":

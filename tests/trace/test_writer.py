@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -199,6 +200,20 @@ def test_an_interrupted_run_leaves_the_old_output_and_nothing_else(tmp_path: Pat
         interrupted()
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("moment", ["__init__", "close"])
+def test_nor_does_one_that_is_interrupted_while_the_file_is_opened_or_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pq.ParquetWriter, moment, interrupted)
+    with pytest.raises(KeyboardInterrupt), TraceWriter(tmp_path / "t.parquet", METADATA) as writer:
+        writer.emit(Event("lookup", 1))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
