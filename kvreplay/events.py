@@ -117,7 +117,7 @@ KINDS: Final[dict[str, KindSpec]] = {
         "an external load begins; num_tokens, num_blocks = to be written, status = the tier that it comes from (the "
         "slowest of them) or null",
     ),
-    "load.finished": KindSpec(_RUN, "reported complete by every worker; num_tokens"),
+    "load.finished": KindSpec(_RUN, "reported complete by every worker; num_tokens external tokens"),
     "load.failed": KindSpec(
         _RUN,
         "the scheduler learns that it failed; num_tokens = tokens lost, status = request | blocks, block_ids, cause",

@@ -284,7 +284,7 @@ class Scheduler(AdmissionLayer):
         """The step has waited for these: they are over with it."""
         for share in out.shares:
             if share.num_external_tokens and share.request.request_id not in skip:
-                self.log.load_finished(share.request, share.start)
+                self.log.load_finished(share.request, share.num_external_tokens)
 
     def _send(self, output: RequestOutput) -> None:
         """The step is over without the engine having died of it: its outputs get out."""
@@ -419,7 +419,7 @@ class Scheduler(AdmissionLayer):
             elif request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
                 self.finished_recving[request_id] = None
                 if request_id not in self.failed_recving:
-                    self.log.load_finished(request, request.num_computed_tokens)
+                    self.log.load_finished(request, request.num_external_tokens)
             elif request.status.is_finished:
                 self._release(request)
             else:
