@@ -94,6 +94,10 @@ class SchedulerConnector(Protocol):
         """
         ...
 
+    def is_going_in_circles(self, request_id: str) -> bool:
+        """Whether the request's lookups keep the connector busy without ever being decided."""
+        ...
+
     def get_load_source(self, request_id: str) -> str | None:
         """The tier from which the request's last load comes; None where there are no tiers."""
         ...
@@ -129,6 +133,9 @@ class PlainSchedulerHalf:
         return False
 
     def note_allocated(self, block_ids: Sequence[int]) -> None: ...
+
+    def is_going_in_circles(self, request_id: str) -> bool:
+        return False
 
     def get_load_source(self, request_id: str) -> str | None:
         return None

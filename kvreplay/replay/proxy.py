@@ -98,7 +98,9 @@ class Proxy:
             )
         )
         if producer is None:
-            self._send(server, Leg(place, arrival.request_id, arrival.output_tokens, arrival.priority, None))
+            own = arrival.params.get("kv_transfer_params")
+            params = dict(own) if isinstance(own, dict) else None
+            self._send(server, Leg(place, arrival.request_id, arrival.output_tokens, arrival.priority, params))
             return
         for_producer = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
         for_server = {

@@ -43,3 +43,19 @@ def there_and_back(*, f_ms: float = 100, b_ms: float = 400, **params: Any) -> Wo
         request("f", f_ms, prompt_tokens=60),
         request("b", b_ms, prompt_tokens=16, text=TEXT),
     )
+
+
+def hybrid(
+    *groups: KVCacheGroupSpec,
+    num_gpu_blocks: int,
+    max_model_len: int = 64,
+    budget: int = 32,
+    cpu_chunks: int = 64,
+    **options: Any,  # noqa: ANN401 - fields of OffloadingConfig
+) -> ReplayConfig:
+    """E0 with a model of these groups, every state and window of which is kept that a hit could need."""
+    base = offloading(*groups, cpu_chunks=cpu_chunks, num_gpu_blocks=40, **options)
+    own = role(num_gpu_blocks=num_gpu_blocks, max_num_batched_tokens=budget)
+    scheduler = replace(own.scheduler, max_model_len=max_model_len)
+    own = replace(own, scheduler=scheduler, cache=replace(own.cache, prefix_cache_retention_interval=None))
+    return replace(base, model=replace(base.model, max_model_len=max_model_len), roles={"engine": own})

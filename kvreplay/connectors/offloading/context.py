@@ -9,6 +9,8 @@ from kvreplay.connectors.offloading.access import RequestAccess
 
 MEDIA: Final = ("CPU", "STORAGE")
 LOCALITIES: Final = ("LOCAL", "REMOTE")
+MAX_PROMOTIONS: Final = 1000
+"""In as many attempts the engine, too, takes a request for livelocked."""
 
 
 class OffloadPolicy(Enum):
@@ -55,6 +57,13 @@ class RequestContext:
     """Its place among requests in an LRU tier; drawn at its first store or load."""
     rank_generation: int = 0
     params: Mapping[str, Any] = field(default_factory=dict)
+    num_promotions: int = 0
+    """Copies from a secondary tier that its lookups have ordered."""
+
+    @property
+    def is_going_in_circles(self) -> bool:
+        """No lookup needs so many: they evict each other."""
+        return self.num_promotions > MAX_PROMOTIONS
 
 
 def context_of(req_id: str, params: Mapping[str, Any] | None) -> RequestContext:

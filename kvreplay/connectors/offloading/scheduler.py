@@ -110,6 +110,9 @@ class OffloadingScheduler:
     def _note_allocation_failure(self, req_id: str) -> None:
         self.num_allocation_failures += 1
 
+    def is_going_in_circles(self, request_id: str) -> bool:
+        return self.states[request_id].context.is_going_in_circles
+
     def get_load_source(self, request_id: str) -> str | None:
         return self.states[request_id].load_source
 

@@ -124,7 +124,10 @@ class StorageTier:
         now_ns = self._bus.loop.now_ns
         start_ns = max(now_ns, self._free_at_ns)
         self._free_at_ns = start_ns + self._latency_ns + self._chunk_ns * len(job.keys) + answer.delay_ns
-        running.timer = self._bus.loop.call_at(self._free_at_ns, lambda: self._announce(job))
+        # What only goes in circles keeps no run alive.
+        running.timer = self._bus.loop.call_at(
+            self._free_at_ns, lambda: self._announce(job), daemon=job.context.is_going_in_circles
+        )
 
     def _announce(self, job: TierJob) -> None:
         envelope = self._envelope(COPY_DONE, job, self.address)

@@ -198,6 +198,8 @@ class AdmissionLayer(RunningLayer):
                 is_async = is_async and external > 0
             self.log.lookup(request, external, is_async=is_async)
             if external is None:
+                if self.connector.is_going_in_circles(request.request_id):
+                    self.livelocked[request.request_id] = request
                 return False
             if self._replay_groups and not (external and self._load_brings_window):
                 # What is computed again starts at a block's start.
