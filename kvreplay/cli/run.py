@@ -23,7 +23,10 @@ from kvreplay.cli.common import (
     trace_name,
 )
 
+MAX_TIME_SCALE = 10_000
+
 if TYPE_CHECKING:
+    from kvreplay.replay.config import ReplayConfig
     from kvreplay.verdict.model import Summary
 
 
@@ -64,6 +67,16 @@ def run(
     overdue_after: Annotated[
         float, typer.Option("--overdue-after", metavar="S", min=0, help="Parked so long past its timers: overdue.")
     ] = 10.0,
+    transport: Annotated[
+        str,
+        typer.Option(
+            "--transport", metavar="virtual|zmq", help="zmq: each instance a process, sockets between them, paced time."
+        ),
+    ] = "virtual",
+    time_scale: Annotated[
+        float | None,
+        typer.Option("--time-scale", metavar="X", help="With zmq: X virtual seconds in a real one; 10 by default."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Replay TRACE against a cluster in virtual time, with faults, and judge what became of it.
@@ -74,7 +87,7 @@ def run(
     from kvreplay.events import DETAIL_LEVELS
     from kvreplay.faults.plan import make_plan
     from kvreplay.replay.config_load import load_config
-    from kvreplay.replay.runner import RunOptions, open_trace, run_trace, trace_config
+    from kvreplay.replay.runner import DEFAULT_TIME_SCALE, RunOptions, open_trace, run_trace, trace_config
     from kvreplay.report.progress import progress
     from kvreplay.trace.writer import check_output
     from kvreplay.verdict.model import DEFAULT_FAIL_ON
@@ -93,6 +106,7 @@ def run(
         switches=behaviour or (),
         trace_config=trace_config(opened),
     )
+    _check_transport(chosen("--transport", transport, ("virtual", "zmq")), time_scale, loaded.config)
     options = RunOptions(
         trace=path,
         loaded=loaded,
@@ -108,6 +122,8 @@ def run(
         behaviours=behaviour or (),
         injected=inject or (),
         plan_file=plan.name if plan is not None else None,
+        transport="zmq" if transport == "zmq" else "virtual",
+        time_scale=time_scale if time_scale is not None else DEFAULT_TIME_SCALE,
     )
     # Not `is_terminal`, which FORCE_COLOR makes true: a log may want colours, but never a bar.
     bar = partial(progress, console=make_console(stderr=True)) if sys.stderr.isatty() else None
@@ -118,6 +134,17 @@ def run(
         print_warning("--baseline: there are no faults whose cost could be shown")
     show(result.summary.with_wall_seconds(perf_counter() - started_s), as_json=as_json)
     raise typer.Exit(result.summary.exit_status)
+
+
+def _check_transport(transport: str, time_scale: float | None, config: "ReplayConfig") -> None:
+    from kvreplay.errors import ConfigError
+
+    if transport == "virtual" and time_scale is not None:
+        raise ConfigError("--time-scale: virtual time has none; it goes with --transport zmq")
+    if transport == "zmq" and config.connector.kind != "mooncake":
+        raise ConfigError(f"--transport zmq: only mooncake has sockets, connector.kind is {config.connector.kind}")
+    if time_scale is not None and not 0 < time_scale <= MAX_TIME_SCALE:
+        raise ConfigError(f"--time-scale {time_scale:g}: must be > 0 and <= {MAX_TIME_SCALE}")
 
 
 def show(summary: "Summary", *, as_json: bool) -> None:

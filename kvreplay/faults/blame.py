@@ -26,6 +26,10 @@ class Blame:
     def __init__(self, faults: Sequence[Hits]) -> None:
         self._faults = faults
 
+    def note(self, place: int, handle: int, request_id: str | None, instances: Iterable[str | None]) -> None:
+        """An event that somebody else has emitted for the fault at this place of the plan."""
+        self._faults[place].add(handle, request_id, instances)
+
     def of_request(self, request_id: str, targets: Sequence[str] = ()) -> int | None:
         """The handle of the last event that names this request: of a fault on the first of these kinds of message that
         has one, else of any."""

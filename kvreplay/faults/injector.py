@@ -91,9 +91,17 @@ class Injector:
 
     def arm(self, topology: TopologyInfo) -> None:
         """Start: intercept messages, schedule what is due at a time. The plan must be possible in `topology`."""
+        self.arm_messages()
+        self.arm_actions(topology)
+
+    def arm_messages(self) -> None:
+        """Act on messages only: a part of a run that carries out no actions."""
         self.kinds = frozenset(self._by_kind) | self._opening_kinds
         if self.kinds:
             self._bus.interceptor = self
+
+    def arm_actions(self, topology: TopologyInfo) -> None:
+        """Carry out actions only: a part of a run that has no messages to act on."""
         for record in self._config_records:
             record.fire("config", self._loop.now_ns, [])
         for action in self._actions:

@@ -6,9 +6,7 @@ from typing import Final
 
 from kvreplay.behaviour import Behaviour
 from kvreplay.connectors.mooncake.config import BOOTSTRAP_ATTEMPTS
-from kvreplay.engine.request import Request, RequestStatus
-from kvreplay.engine.scheduler import Scheduler
-from kvreplay.events import Event, EventSink
+from kvreplay.events import EventSink
 from kvreplay.faults.injector import Injector
 from kvreplay.faults.plan import FaultPlan
 from kvreplay.faults.topology import TopologyInfo, check_possible
@@ -16,6 +14,7 @@ from kvreplay.ids import NS_PER_S
 from kvreplay.kv.content_index import ContentIndex
 from kvreplay.kv.specs import resolve_block_sizes
 from kvreplay.replay.config import ReplayConfig
+from kvreplay.replay.ends import Ends
 from kvreplay.replay.findings import LiveFindings
 from kvreplay.replay.network import LinkNetwork
 from kvreplay.replay.node import Node, Surroundings, instance_names, kv_role_of
@@ -105,6 +104,7 @@ class Cluster:
             Node(name, role, rank, replace(surroundings, config=overridden(config, settings.plan, name)))
             for rank, (name, role) in enumerate(self.roles.items(), 1)
         ]
+        self.ends = Ends(self.nodes, self.loop, self.sink, self.injector.blame, self.findings)
         self.proxy = Proxy(workload, self.nodes, config.topology, self.bus, self.sink, self.injector.rewrite_params)
         self._topology = topology_of(config, workload)
 
@@ -114,10 +114,10 @@ class Cluster:
         self.proxy.start()
         self._sample_later()
         self._play(watch)
-        self._report_stalls()
+        self.ends.report_stalls()
         self._heal()
         self._play(watch, until_ns=self.loop.now_ns + _HEAL_BOUND_NS)
-        self._close_accounts()
+        self.ends.close_accounts()
 
     # -- phases -----------------------------------------------------------------------------------------------
 
@@ -142,70 +142,5 @@ class Cluster:
         self.loop.call_later(SAMPLE_NS, self._sample, daemon=True)
 
     def _sample(self) -> None:
-        for node in self.nodes:
-            if node.is_up:
-                node.instance.sample_usage()
+        self.ends.sample()
         self._sample_later()
-
-    # -- ends -------------------------------------------------------------------------------------------------
-
-    def _report_stalls(self) -> None:
-        """Nothing is left that could happen: who has not ended never will, as things are."""
-        for node in self.nodes:
-            if not node.is_up:
-                continue
-            for request in node.instance.scheduler.requests.values():
-                if not request.status.is_finished:
-                    self._report_stall(node, request)
-
-    def _report_stall(self, node: Node, request: Request) -> None:
-        held = node.instance.scheduler.kv.num_blocks_held(request.request_id)
-        parked = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-        params = request.kv_transfer_params or {}
-        self.sink.emit(
-            Event(
-                "request.stalled",
-                self.loop.now_ns,
-                node.name,
-                node.instance.scheduler.step,
-                request.request_id,
-                request.transfer_id,
-                peer=_peer_of(params) if parked else None,
-                num_tokens=request.parked_since_ns if parked else request.arrival_ns,
-                num_blocks=held,
-                status=request.status.name,
-                cause=_waiting_on(node.instance.scheduler, request, held),
-                cause_handle=self._fault_behind(node, request),
-            )
-        )
-
-    def _fault_behind(self, node: Node, request: Request) -> int | None:
-        """The last fault that named the request, else one that has harmed an instance of its pair for good."""
-        blame = self.injector.blame
-        handle = blame.of_request(request.request_id)
-        if handle is None:
-            peer = _peer_of(request.kv_transfer_params or {})
-            handle = blame.lasting_at([name for name in (peer, node.name) if name is not None])
-        return handle
-
-    def _close_accounts(self) -> None:
-        for node in self.nodes:
-            node.instance.sample_usage()
-            if node.is_up:
-                self.findings.recount(node.instance)
-                self.findings.check_drained(node.instance)
-
-
-def _waiting_on(scheduler: Scheduler, request: Request, num_blocks_held: int) -> str:
-    if request.request_id in scheduler.livelocked:
-        return f"progress: {request.attempts} times parked or preempted without a token"
-    if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-        return "remote KV"
-    if request.request_id in scheduler.deferred_waiting and request.lookup_answer == (None, False):
-        return "an undecided lookup"
-    return "a turn to run" if num_blocks_held else "free blocks"
-
-
-def _peer_of(params: dict[str, object]) -> str | None:
-    engine_id = params.get("remote_engine_id")
-    return engine_id.partition("#")[0] if isinstance(engine_id, str) else None

@@ -88,7 +88,8 @@ class Node:
         self.role: Role = role
         self.api_address = f"{name}/api"
         self.incarnation = 0
-        self.on_end: Callable[[Request], None] | None = None
+        self.on_end: Callable[[str], None] | None = None
+        """Told of each request that ends here."""
         self._rank = rank
         self._around = surroundings
         self._counters = Counters()
@@ -312,4 +313,4 @@ class Node:
 
     def _ended(self, request: Request) -> None:
         if self.on_end is not None:
-            self.on_end(request)
+            self.on_end(request.request_id)

@@ -7,12 +7,12 @@ producer's answer.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from kvreplay.connectors.mooncake.addresses import bootstrap_url
 from kvreplay.events import Event, EventSink
-from kvreplay.replay.config import Routing, TopologyConfig
-from kvreplay.replay.node import Leg, Node
+from kvreplay.replay.config import Role, Routing, TopologyConfig
+from kvreplay.replay.node import Leg
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
 from kvreplay.trace.workload import Arrival, Workload
@@ -24,16 +24,33 @@ RewriteParams: TypeAlias = Callable[[Mapping[str, Any], str, str], Mapping[str, 
 """(kv_transfer_params, request id, instance) → the parameters as they reach that instance."""
 
 
+class Server(Protocol):
+    """An instance, as far as who routes requests must know it (`replay.node.Node`)."""
+
+    name: str
+    role: Role
+    api_address: str
+    on_end: Callable[[str], None] | None
+
+    @property
+    def engine_id(self) -> str: ...
+
+    @property
+    def num_requests(self) -> int:
+        """How many have not ended on it."""
+        ...
+
+
 class Picker:
     """Chooses an instance for each request."""
 
-    def __init__(self, nodes: Sequence[Node], routing: Routing) -> None:
+    def __init__(self, nodes: Sequence[Server], routing: Routing) -> None:
         assert nodes
         self._nodes = nodes
         self._routing = routing
         self._next = 0
 
-    def pick(self) -> Node:
+    def pick(self) -> Server:
         if self._routing == "least_loaded":
             return min(self._nodes, key=lambda node: node.num_requests)  # the first of equals
         node = self._nodes[self._next]
@@ -47,7 +64,7 @@ class Proxy:
     def __init__(
         self,
         workload: Workload,
-        nodes: Sequence[Node],
+        nodes: Sequence[Server],
         topology: TopologyConfig,
         bus: Bus,
         sink: EventSink,
@@ -63,11 +80,11 @@ class Proxy:
             else None
         )
         self._servers = Picker([node for node in nodes if node.role != "prefill"], topology.proxy_decode)
-        self._serving: dict[str, Node] = {}
+        self._serving: dict[str, Server] = {}
         """Requests that have not ended yet → the instance that serves the client."""
         self.num_ended = 0
         for node in nodes:
-            node.on_end = lambda request, node=node: self._ended(request.request_id, node)
+            node.on_end = partial(self._ended, node)
         bus.listen(PROXY, lambda envelope: None, refused=self._refused)
         bus.control(CLIENT, self.command)
 
@@ -115,7 +132,7 @@ class Proxy:
                 params = dict(self._rewrite_params(params, arrival.request_id, node.name))
             self._send(node, Leg(place, arrival.request_id, max_tokens, arrival.priority, params))
 
-    def _send(self, node: Node, leg: Leg) -> None:
+    def _send(self, node: Server, leg: Leg) -> None:
         transfer_id = (leg.params or {}).get("transfer_id")
         self._bus.post(
             Envelope(
@@ -149,7 +166,7 @@ class Proxy:
                 )
             )
 
-    def _ended(self, request_id: str, node: Node) -> None:
+    def _ended(self, node: Server, request_id: str) -> None:
         if self._serving.get(request_id) is node:
             del self._serving[request_id]
             self.num_ended += 1

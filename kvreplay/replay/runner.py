@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,9 @@ Advance = Callable[[int, int], None]
 Progress = Callable[[int], AbstractContextManager[Advance]]
 """Number of requests → a context that shows how far they are."""
 
+Transport: TypeAlias = Literal["virtual", "zmq"]
+DEFAULT_TIME_SCALE: Final = 10.0
+"""Virtual seconds in a real one, where time is real."""
 _NO_FAULTS: Final = FaultPlan()
 _JUDGED_COLUMNS: Final = tuple(
     name for name in MEMORY_SCHEMA.names if name not in ("prefix_hashes", "prefix_hash_tokens", "params", "priority")
@@ -63,6 +66,8 @@ class RunOptions:
     behaviours: Sequence[str] = ()
     injected: Sequence[str] = ()
     plan_file: str | None = None
+    transport: Transport = "virtual"
+    time_scale: float = DEFAULT_TIME_SCALE
     single_steps: bool = False
     use_lockstep: bool = True
 
@@ -96,15 +101,22 @@ def run_trace(options: RunOptions, trace: Trace, progress: Progress | None = Non
         # First, since the output's summary holds the comparison.
         faultless = replace(options, plan=_NO_FAULTS, injected=(), plan_file=None, output=None)
         twin = _run_once(faultless, workload, progress)
-    return RunResult(_run_once(options, workload, progress, twin), list(trace.warnings))
+    warnings = list(trace.warnings)
+    return RunResult(_run_once(options, workload, progress, twin, warnings), warnings)
 
 
 def _run_once(
-    options: RunOptions, workload: Workload, progress: Progress | None, twin: Summary | None = None
+    options: RunOptions,
+    workload: Workload,
+    progress: Progress | None,
+    twin: Summary | None = None,
+    warnings: list[str] | None = None,
 ) -> Summary:
     metadata = _metadata(options)
     with _sink(options, metadata) as sink, _progress(progress, workload) as advance:
         played = _play(options, workload, sink, advance)
+        if warnings is not None:
+            warnings += played.warnings
         gc.collect()  # the pools and buffers of the cluster, which is a knot of references
         summary = _summarise(options, played, workload, sink)
         if twin is not None:
@@ -121,9 +133,12 @@ class _Played(NamedTuple):
     statistics: list[FaultStatistics]
     content_index: ContentIndex
     blame: Blame
+    warnings: tuple[str, ...] = ()
 
 
 def _play(options: RunOptions, workload: Workload, sink: MemoryTrace, advance: Advance) -> _Played:
+    if options.transport == "zmq":
+        return _play_remotely(options, workload, sink, advance)
     cluster = Cluster(_settings(options), workload, sink)
 
     def watch(num_ended: int, reported_ns: int) -> None:
@@ -134,6 +149,21 @@ def _play(options: RunOptions, workload: Workload, sink: MemoryTrace, advance: A
     advance(len(workload.arrivals), cluster.loop.now_ns)
     return _Played(
         cluster.loop.now_ns, cluster.roles, cluster.injector.statistics(), cluster.index, cluster.injector.blame
+    )
+
+
+def _play_remotely(options: RunOptions, workload: Workload, sink: MemoryTrace, advance: Advance) -> _Played:
+    """In processes of their own, over sockets."""
+    # Imported where processes are started: nobody else needs sockets.
+    from kvreplay.replay.remote.supervisor import RemoteCluster
+
+    cluster = RemoteCluster(
+        _settings(options), workload, sink, trace=options.trace, limit=options.limit, scale=options.time_scale
+    )
+    cluster.run(advance)
+    advance(len(workload.arrivals), cluster.end_ns)
+    return _Played(
+        cluster.end_ns, cluster.roles, cluster.statistics(), cluster.index, cluster.injector.blame, cluster.warnings
     )
 
 
@@ -244,6 +274,8 @@ def in_effect(options: RunOptions) -> InEffect:
         behaviours=list(options.behaviours),
         fail_on=tuple(options.fail_on),
         overdue_after_s=options.overdue_after_s,
+        transport=options.transport,
+        time_scale=options.time_scale if options.transport == "zmq" else None,
     )
 
 

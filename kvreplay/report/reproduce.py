@@ -31,6 +31,8 @@ def _options(in_effect: InEffect) -> Iterator[str]:
         yield from ("--fail-on", ",".join(in_effect.fail_on) or "none")
     if in_effect.overdue_after_s != _DEFAULTS.overdue_after_s:
         yield from ("--overdue-after", f"{in_effect.overdue_after_s:g}")
+    if in_effect.time_scale is not None:
+        yield from ("--transport", in_effect.transport, "--time-scale", f"{in_effect.time_scale:g}")
     yield from ("--seed", str(in_effect.seed))
 
 

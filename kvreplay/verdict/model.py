@@ -247,6 +247,9 @@ class InEffect(msgspec.Struct, frozen=True, kw_only=True):
     """`--behaviour NAME=VALUE`."""
     fail_on: tuple[str, ...] = DEFAULT_FAIL_ON
     overdue_after_s: float = 10.0
+    transport: str = "virtual"
+    time_scale: float | None = None
+    """`--time-scale`; None in virtual time."""
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):

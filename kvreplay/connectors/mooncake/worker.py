@@ -99,6 +99,7 @@ class MooncakeWorker:
     ) -> None:
         assert role in KV_ROLES, role
         self.identity = identity
+        self.memory = memory
         self.stats = MooncakeStats()
         self.consumer: Consumer | None = None
         self.producer: Producer | None = None

@@ -1,0 +1,521 @@
+"""The bus of one instance's process: what stays in the process is delivered, the rest goes over loopback sockets.
+
+A consumer's rank opens a DEALER for each pull, as vLLM's does, to the ROUTER of the producer's rank; pulls and replies
+are one frame each, with the bytes that vLLM sends. Engine writes and their ends have a second pair of sockets,
+bootstrap queries are HTTP. Names stay those of the virtual bus (`P0/mooncake/0`); a directory says where each of them
+listens.
+
+Faults act at the consumer's sockets: on what it sends, and on what has arrived.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from kvreplay.connectors.mooncake.addresses import instance_of
+from kvreplay.connectors.mooncake.structs import (
+    BOOTSTRAP_REGISTER,
+    CONNECTION_CLOSED,
+    STRAY_FRAMES,
+    BootstrapAnswer,
+    BootstrapQuery,
+    MooncakeXferResponseStatus,
+    decode_request,
+    decode_response,
+    encode,
+)
+from kvreplay.connectors.mooncake.write_frames import (
+    FrameError,
+    TargetMemory,
+    decode_done,
+    decode_write,
+    encode_done,
+    encode_write,
+)
+from kvreplay.sim.bus import Bus, owner_of
+from kvreplay.sim.envelope import (
+    BOOTSTRAP_ANSWER,
+    BOOTSTRAP_QUERY,
+    PULL_REPLY,
+    PULL_REQUEST,
+    WRITE_DONE,
+    Envelope,
+    Handler,
+)
+from kvreplay.transport.http import Exchange, HttpCall, HttpServer
+from kvreplay.transport.paced import PacedLoop
+
+Socket: TypeAlias = Any
+"""A ZeroMQ socket; the library is only there where it is used."""
+
+_HTTP: Final = "http/"
+"""Begins the address of an HTTP client that waits for an answer."""
+_FAULTED_WHERE_SENT: Final = frozenset({PULL_REQUEST, BOOTSTRAP_QUERY, WRITE_DONE})
+_MAX_PULL_BYTES: Final = 1 << 24
+_MAX_WRITE_BYTES: Final = 1 << 30
+_MAX_DRAINED: Final = 256
+"""Messages of one socket between two looks at the others."""
+_MAX_KNOWN: Final = 1 << 16
+"""Pulls that are over, peers, and exchanges that are remembered."""
+_MAX_SOCKETS: Final = 1 << 14
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    """A pull that this process has asked for, and its socket."""
+
+    socket: Socket
+    identity: bytes
+    asked: Envelope
+    owed: dict[str, str]
+    """Requests that no reply has named → their transfers."""
+    num_replies: int = 0
+
+
+class SocketBus(Bus):
+    """`announce` is told where this process listens, whenever that changes. `is_open`: whether a pull of this source
+    still waits for a reply. `find_target`: the memory behind an address."""
+
+    def __init__(
+        self,
+        name: str,
+        paced: PacedLoop,
+        *,
+        announce: Callable[[Mapping[str, str]], None],
+        is_open: Callable[[str, str, int], bool],
+        find_target: Callable[[str], TargetMemory | None],
+        tells_of_gone_peers: bool,
+    ) -> None:
+        import zmq
+
+        super().__init__(paced.loop)
+        self.name = name
+        self.malformed: Counter[str] = Counter()
+        """What came in and was nothing that a peer sends, by kind."""
+        self._zmq = zmq
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+        self._paced = paced
+        self._announce = announce
+        self._is_open = is_open
+        self._find_target = find_target
+        self._tells_of_gone_peers = tells_of_gone_peers
+        self._endpoints: dict[str, str] = {}
+        self._directory: dict[str, str] = {}
+        self._routers: dict[str, Socket] = {}
+        self._servers: dict[str, HttpServer] = {}
+        self._pulls: dict[str, _Pull] = {}
+        self._past: OrderedDict[bytes, Envelope] = OrderedDict()
+        """Identities of sockets → the pulls for which they were; the last ones may be over."""
+        self._num_sockets = 0
+        self._asked: OrderedDict[str, str] = OrderedDict()
+        """Pulls that others wait for here → the address at which they came in."""
+        self._engines: dict[str, Socket] = {}
+        self._writers: OrderedDict[str, tuple[Socket, bytes]] = OrderedDict()
+        self._exchanges: OrderedDict[str, Exchange] = OrderedDict()
+        self._num_exchanges = 0
+        self._calls: dict[str, HttpCall] = {}
+
+    # -- where who listens --------------------------------------------------------------------------------
+
+    def listen(self, address: str, handler: Handler, *, refused: Handler | None = None) -> None:
+        super().listen(address, handler, refused=refused)
+        part = address.split("/")[1]
+        if part == "mooncake":
+            self._bind(address, _MAX_PULL_BYTES, self._on_pull)
+        elif part == "memory":
+            self._bind(address, _MAX_WRITE_BYTES, self._on_write)
+        elif part == "bootstrap":
+            server = HttpServer(self._paced, lambda exchange: self._on_http(address, exchange))
+            self._servers[address] = server
+            self._endpoints[address] = server.endpoint
+        else:
+            return
+        self._announce(self._endpoints)
+
+    def silence(self, address: str) -> None:
+        super().silence(address)
+        self._endpoints.pop(address, None)
+        router = self._routers.pop(address, None)
+        if router is not None:
+            self._close(router)
+        server = self._servers.pop(address, None)
+        if server is not None:
+            server.close()
+        for conversation, pull in list(self._pulls.items()):
+            if pull.asked.source == address:
+                self._forget(conversation)
+
+    def _bind(self, address: str, max_bytes: int, on_frames: Callable[[str, Socket, list[bytes]], None]) -> None:
+        router = self._context.socket(self._zmq.ROUTER)
+        router.set(self._zmq.LINGER, 0)
+        router.set(self._zmq.MAXMSGSIZE, max_bytes)
+        self._routers[address] = router
+        self._endpoints[address] = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+        self._paced.watch(router, lambda: self._drain(router, lambda frames: on_frames(address, router, frames)))
+
+    def update_directory(self, endpoints: Mapping[str, str], gone: str | None = None) -> None:
+        """Somebody listens somewhere else, or (`gone`) an instance does not any more."""
+        if gone is not None:
+            for address in [address for address in self._directory if owner_of(address) == gone]:
+                del self._directory[address]
+                engine = self._engines.pop(address, None)
+                if engine is not None:
+                    self._close(engine)
+            if self._tells_of_gone_peers:
+                self._tell_of(gone)
+        for address, endpoint in endpoints.items():
+            if owner_of(address) != self.name:
+                self._directory[address] = endpoint
+                for action in self._awaited.pop(address, ()):
+                    self.loop.call_later(0, action)
+
+    def _tell_of(self, gone: str) -> None:
+        """The operating system closes a dead process's connections."""
+        for pull in list(self._pulls.values()):
+            if owner_of(pull.asked.destination) == gone:
+                self._arrive_here(self._notice(pull.asked.destination, pull.asked.source, pull.asked))
+        for conversation, address in list(self._asked.items()):
+            if instance_of(conversation) == gone:
+                del self._asked[conversation]
+                closed = Envelope(kind="", source="", destination="", payload=None, conversation=conversation)
+                self._arrive_here(self._notice(gone, address, closed))
+
+    @staticmethod
+    def _notice(source: str, destination: str, of: Envelope) -> Envelope:
+        return Envelope(
+            kind=CONNECTION_CLOSED,
+            source=source,
+            destination=destination,
+            payload=None,
+            conversation=of.conversation,
+            attempt=of.attempt,
+        )
+
+    # -- sending ------------------------------------------------------------------------------------------
+
+    def post(self, envelope: Envelope) -> None:
+        if envelope.kind in _FAULTED_WHERE_SENT:
+            self._through_faults(envelope)
+        else:
+            self._forward(envelope)
+
+    def deliver(self, envelope: Envelope) -> None:
+        if envelope.destination in self._handlers or envelope.kind != CONNECTION_CLOSED:
+            self._forward(envelope)
+
+    def _through_faults(self, envelope: Envelope) -> None:
+        interceptor, loop = self.interceptor, self.loop
+        deliveries = None
+        if interceptor is not None and envelope.kind in interceptor.kinds:
+            deliveries = interceptor.intercept(envelope, loop.now_ns)
+        if interceptor is None or deliveries is None:
+            self._forward(envelope)
+            return
+        for delivery in deliveries:
+            ready_ns, sent = loop.now_ns + delivery.delay_ns, delivery.envelope
+
+            def release(ready_ns: int = ready_ns, sent: Envelope = sent) -> None:
+                loop.call_at(max(ready_ns, loop.now_ns), lambda: self._forward(sent))
+
+            if delivery.waits_for:
+                interceptor.hold(delivery, release)
+            elif delivery.delay_ns:
+                release()
+            else:
+                self._forward(sent)  # in the order in which they are sent
+
+    def _forward(self, envelope: Envelope) -> None:
+        """To whom it may concern: here, or over a socket."""
+        destination = envelope.destination
+        if destination.startswith(_HTTP):
+            self._answer_http(envelope)
+        elif owner_of(destination) == self.name:
+            self.loop.call_later(0, lambda: super(SocketBus, self).deliver(envelope))
+        elif not self._send_out(envelope):
+            self.loop.call_later(0, lambda: self._refuse(envelope))
+
+    def _send_out(self, envelope: Envelope) -> bool:
+        """False: nobody listens there."""
+        match envelope.kind:
+            case "pull.reply":
+                return self._send_reply(envelope)
+            case "write.done":
+                return self._send_done(envelope)
+        endpoint = self._directory.get(envelope.destination)
+        if endpoint is None:
+            return False
+        match envelope.kind:
+            case "pull.request" | "stray.frames":
+                self._send_pull(envelope, endpoint)
+            case "write.data":
+                return self._send_write(envelope, endpoint)
+            case "bootstrap.query":
+                self._call_bootstrap(envelope, endpoint)
+            case kind:
+                raise AssertionError(f"{kind} to {envelope.destination}")
+        return True
+
+    # -- pulls, where they are asked for ------------------------------------------------------------------
+
+    def _send_pull(self, envelope: Envelope, endpoint: str) -> None:
+        pull = self._pulls.get(envelope.conversation)
+        if pull is None:
+            pull = self._open(envelope, endpoint)
+        if envelope.kind == STRAY_FRAMES:
+            frames = list(envelope.payload)
+        else:
+            pull.asked = envelope
+            pull.num_replies = 0
+            pull.owed = dict(zip(envelope.request_ids, envelope.transfer_ids, strict=True))
+            self._past[pull.identity] = envelope
+            payload = envelope.payload
+            frames = [payload if isinstance(payload, bytes) else encode(payload)]
+        with suppress(self._zmq.Again):
+            pull.socket.send_multipart(frames, self._zmq.NOBLOCK)
+
+    def _open(self, envelope: Envelope, endpoint: str) -> _Pull:
+        self._num_sockets += 1
+        # What it is called tells the producer who asks; the number tells its pulls apart.
+        source = envelope.source if envelope.kind == PULL_REQUEST else f"{self.name}/mooncake/0"
+        identity = f"{source}!{self._num_sockets}".encode()[-255:]
+        dealer = self._dealer(endpoint, identity)
+        dealer.set(self._zmq.MAXMSGSIZE, _MAX_PULL_BYTES)
+        pull = self._pulls[envelope.conversation] = _Pull(dealer, identity, envelope, {})
+        while len(self._past) > _MAX_KNOWN:
+            self._past.popitem(last=False)
+        conversation = envelope.conversation
+        self._paced.watch(dealer, lambda: self._drain(dealer, lambda frames: self._on_reply(conversation, frames)))
+        return pull
+
+    def _dealer(self, endpoint: str, identity: bytes) -> Socket:
+        dealer = self._context.socket(self._zmq.DEALER)
+        dealer.set(self._zmq.LINGER, 0)
+        dealer.set(self._zmq.IDENTITY, identity)
+        dealer.connect(endpoint)
+        return dealer
+
+    def _on_reply(self, conversation: str, frames: list[bytes]) -> None:
+        pull = self._pulls.get(conversation)
+        if pull is None:
+            return
+        if len(frames) != 1:
+            self.malformed["reply"] += 1
+            return
+        asked = pull.asked
+        named = [name for name in self._named_in(frames[0], pull.owed) if name in pull.owed]
+        transfers = tuple(pull.owed.pop(name) for name in named)
+        reply = Envelope(
+            kind=PULL_REPLY,
+            source=asked.destination,
+            destination=asked.source,
+            payload=frames[0],
+            request_ids=tuple(named),
+            transfer_ids=transfers,
+            conversation=asked.conversation,
+            attempt=asked.attempt,
+            peer_index=asked.peer_index,
+            num_peers=asked.num_peers,
+            reply_index=pull.num_replies,
+        )
+        pull.num_replies += 1
+        self._paced.arrive(lambda: self._through_faults(reply))
+
+    def _named_in(self, frame: bytes, owed: Mapping[str, str]) -> list[str]:
+        """The requests that a reply is about: the last one's are all that are left."""
+        try:
+            response = decode_response(frame)
+        except msgspec.MsgspecError:
+            self.malformed["reply"] += 1
+            return list(owed)
+        if response.status is MooncakeXferResponseStatus.CONTINUE:
+            return [*(response.ok_reqs or ()), *(response.err_reqs or ())]
+        return list(owed)
+
+    def tidy(self) -> None:
+        """Close the sockets of pulls that are over; to be called now and then."""
+        for conversation, pull in list(self._pulls.items()):
+            if not self._is_open(pull.asked.source, conversation, pull.asked.attempt):
+                self._forget(conversation)
+
+    def _forget(self, conversation: str) -> None:
+        self._close(self._pulls.pop(conversation).socket)
+
+    # -- pulls, where they are served ---------------------------------------------------------------------
+
+    def _on_pull(self, address: str, router: Socket, frames: list[bytes]) -> None:
+        identity, *rest = frames
+        conversation = identity.decode("latin-1")
+        received = Envelope(
+            kind=STRAY_FRAMES, source=conversation, destination=address, payload=tuple(rest), conversation=conversation
+        )
+        if len(rest) == 1:
+            received.kind, received.payload = PULL_REQUEST, rest[0]
+            try:
+                pull = decode_request(rest[0])
+            except msgspec.MsgspecError:
+                self.malformed["pull"] += 1
+            else:
+                received.payload = pull
+                received.request_ids = tuple(pull.req_blocks)
+                received.transfer_ids = tuple(transfer_id for transfer_id, _ in pull.req_blocks.values())
+        else:
+            self.malformed["pull"] += 1
+        _remember(self._asked, conversation, address)
+        self._arrive_here(received)
+
+    def _send_reply(self, envelope: Envelope) -> bool:
+        router = self._routers.get(envelope.source)
+        payload = envelope.payload
+        if router is None:
+            return True  # this worker is gone
+        if not isinstance(payload, bytes) and payload.status is not MooncakeXferResponseStatus.CONTINUE:
+            self._asked.pop(envelope.conversation, None)
+        frame = payload if isinstance(payload, bytes) else encode(payload)
+        with suppress(self._zmq.ZMQError):
+            router.send_multipart([envelope.conversation.encode("latin-1"), frame], self._zmq.NOBLOCK)
+        return True
+
+    # -- writes -------------------------------------------------------------------------------------------
+
+    def _send_write(self, envelope: Envelope, endpoint: str) -> bool:
+        frames = encode_write(envelope)
+        if frames is None:
+            return True  # nothing is sent, and so nothing ends before its deadline
+        engine = self._engines.get(envelope.destination)
+        if engine is None:
+            engine = self._engines[envelope.destination] = self._dealer(endpoint, f"{self.name}!engine".encode())
+            self._paced.watch(engine, lambda: self._drain(engine, self._on_done))
+        try:
+            engine.send_multipart(frames, self._zmq.NOBLOCK)
+        except self._zmq.Again:
+            return False
+        return True
+
+    def _on_write(self, address: str, router: Socket, frames: list[bytes]) -> None:
+        identity, *rest = frames
+        target = self._find_target(address)
+        try:
+            header, received = decode_write(rest, target)
+        except FrameError:
+            self.malformed["write"] += 1
+            return
+        # Its pull is known here by another name: that of the socket that asked is on the wire.
+        asked = self._past.get(header.pull.encode("latin-1", "replace"))
+        received.destination = address
+        if asked is not None:
+            received.payload = replace(received.payload, pull=asked.conversation, attempt=asked.attempt)
+            received.conversation = f"{asked.conversation}/{header.conversation.rpartition('/')[2]}"
+            received.attempt = asked.attempt
+            received.peer_index, received.num_peers = asked.peer_index, asked.num_peers
+        self._writers[header.source] = (router, identity)
+        while len(self._writers) > _MAX_KNOWN:
+            self._writers.popitem(last=False)
+        self._paced.arrive(lambda: self._through_faults(received))
+
+    def _send_done(self, envelope: Envelope) -> bool:
+        router, identity = self._writers.get(envelope.destination, (None, b""))
+        if router is None or router.closed:
+            return False
+        with suppress(self._zmq.ZMQError):
+            frame = encode_done(envelope.payload, envelope.destination)
+            router.send_multipart([identity, frame], self._zmq.NOBLOCK)
+        return True
+
+    def _on_done(self, frames: list[bytes]) -> None:
+        try:
+            address, done = decode_done(frames)
+        except FrameError:
+            self.malformed["write"] += 1
+            return
+        self._arrive_here(Envelope(kind=WRITE_DONE, source="", destination=address, payload=done))
+
+    # -- bootstrap ----------------------------------------------------------------------------------------
+
+    def _on_http(self, address: str, exchange: Exchange) -> None:
+        request = exchange.request
+        self._num_exchanges += 1
+        client = f"{_HTTP}{self._num_exchanges}"
+        _remember(self._exchanges, client, exchange)
+        is_get = request.method == "GET"
+        self._arrive_here(
+            Envelope(
+                kind=BOOTSTRAP_QUERY if is_get else BOOTSTRAP_REGISTER,
+                source=client,
+                destination=address,
+                payload=BootstrapQuery(request.path, None if is_get else request.body),
+            )
+        )
+
+    def _answer_http(self, envelope: Envelope) -> None:
+        exchange = self._exchanges.pop(envelope.destination, None)
+        if exchange is not None:
+            answer: BootstrapAnswer = envelope.payload
+            exchange.answer(answer.status, answer.body or b"")
+
+    def _call_bootstrap(self, envelope: Envelope, endpoint: str) -> None:
+        conversation = envelope.conversation
+        earlier = self._calls.pop(conversation, None)
+        if earlier is not None:
+            earlier.cancel()
+
+        def on_answer(status: int, body: bytes, error: str | None) -> None:
+            self._calls.pop(conversation, None)
+            answer = replace(
+                envelope,
+                kind=BOOTSTRAP_ANSWER,
+                source=envelope.destination,
+                destination=envelope.source,
+                payload=BootstrapAnswer(status, body, error),
+            )
+            self._paced.arrive(lambda: self._through_faults(answer))
+
+        self._calls[conversation] = HttpCall(self._paced, endpoint, envelope.payload.path, on_answer)
+
+    # -- all ----------------------------------------------------------------------------------------------
+
+    def _arrive_here(self, envelope: Envelope) -> None:
+        self._paced.arrive(lambda: super(SocketBus, self).deliver(envelope))
+
+    def _drain(self, socket: Socket, take: Callable[[list[bytes]], None]) -> None:
+        for _ in range(_MAX_DRAINED):
+            if socket.closed:
+                return
+            try:
+                frames = socket.recv_multipart(self._zmq.NOBLOCK)
+            except self._zmq.Again:
+                return
+            take(frames)
+
+    def _close(self, socket: Socket) -> None:
+        self._paced.unwatch(socket)
+        socket.close()
+
+    def _all_sockets(self) -> Iterator[Socket]:
+        yield from self._routers.values()
+        yield from self._engines.values()
+        yield from (pull.socket for pull in self._pulls.values())
+
+    def close(self) -> None:
+        """Give back every socket."""
+        for socket in list(self._all_sockets()):
+            self._close(socket)
+        for server in self._servers.values():
+            server.close()
+        for call in self._calls.values():
+            call.cancel()
+        self._context.destroy(linger=0)
+
+    @property
+    def num_open_sockets(self) -> int:
+        return sum(1 for _ in self._all_sockets()) + len(self._servers)
+
+
+def _remember(known: "OrderedDict[str, Any]", key: str, value: object) -> None:
+    known[key] = value
+    while len(known) > _MAX_KNOWN:
+        known.popitem(last=False)

@@ -1,0 +1,89 @@
+"""What is left to say of instances when nothing more will happen on them."""
+
+from collections.abc import Sequence
+
+from kvreplay.engine.request import Request, RequestStatus
+from kvreplay.engine.scheduler import Scheduler
+from kvreplay.events import Event, EventSink
+from kvreplay.faults.blame import Blame
+from kvreplay.replay.findings import LiveFindings
+from kvreplay.replay.node import Node
+from kvreplay.sim.event_loop import EventLoop
+
+
+class Ends:
+    """Of the instances of one process."""
+
+    def __init__(
+        self, nodes: Sequence[Node], loop: EventLoop, sink: EventSink, blame: Blame, findings: LiveFindings
+    ) -> None:
+        self._nodes = nodes
+        self._loop = loop
+        self._sink = sink
+        self._blame = blame
+        self._findings = findings
+
+    def sample(self) -> None:
+        for node in self._nodes:
+            if node.is_up:
+                node.instance.sample_usage()
+
+    def report_stalls(self) -> None:
+        """Nothing is left that could happen: who has not ended never will, as things are."""
+        for node in self._nodes:
+            if not node.is_up:
+                continue
+            for request in node.instance.scheduler.requests.values():
+                if not request.status.is_finished:
+                    self._report_stall(node, request)
+
+    def close_accounts(self) -> None:
+        for node in self._nodes:
+            node.instance.sample_usage()
+            if node.is_up:
+                self._findings.recount(node.instance)
+                self._findings.check_drained(node.instance)
+
+    def _report_stall(self, node: Node, request: Request) -> None:
+        held = node.instance.scheduler.kv.num_blocks_held(request.request_id)
+        parked = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        params = request.kv_transfer_params or {}
+        self._sink.emit(
+            Event(
+                "request.stalled",
+                self._loop.now_ns,
+                node.name,
+                node.instance.scheduler.step,
+                request.request_id,
+                request.transfer_id,
+                peer=_peer_of(params) if parked else None,
+                num_tokens=request.parked_since_ns if parked else request.arrival_ns,
+                num_blocks=held,
+                status=request.status.name,
+                cause=_waiting_on(node.instance.scheduler, request, held),
+                cause_handle=self._fault_behind(node, request),
+            )
+        )
+
+    def _fault_behind(self, node: Node, request: Request) -> int | None:
+        """The last fault that named the request, else one that has harmed an instance of its pair for good."""
+        handle = self._blame.of_request(request.request_id)
+        if handle is None:
+            peer = _peer_of(request.kv_transfer_params or {})
+            handle = self._blame.lasting_at([name for name in (peer, node.name) if name is not None])
+        return handle
+
+
+def _waiting_on(scheduler: Scheduler, request: Request, num_blocks_held: int) -> str:
+    if request.request_id in scheduler.livelocked:
+        return f"progress: {request.attempts} times parked or preempted without a token"
+    if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+        return "remote KV"
+    if request.request_id in scheduler.deferred_waiting and request.lookup_answer == (None, False):
+        return "an undecided lookup"
+    return "a turn to run" if num_blocks_held else "free blocks"
+
+
+def _peer_of(params: dict[str, object]) -> str | None:
+    engine_id = params.get("remote_engine_id")
+    return engine_id.partition("#")[0] if isinstance(engine_id, str) else None

@@ -1,0 +1,273 @@
+"""One instance in a process of its own: python -m kvreplay.replay.remote.instance_process, started by a supervisor.
+
+It hears its supervisor over stdin and answers over stdout; when stdin ends, so does the process.
+"""
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvreplay.behaviour import Behaviour
+from kvreplay.connectors.mooncake.rank_group import RankGroup
+from kvreplay.connectors.mooncake.socket_bus import SocketBus
+from kvreplay.connectors.mooncake.worker import MooncakeWorker
+from kvreplay.connectors.mooncake.write_frames import TargetMemory
+from kvreplay.events import Event
+from kvreplay.faults.injector import Injector
+from kvreplay.faults.plan import make_plan
+from kvreplay.kv.content_index import ContentIndex
+from kvreplay.kv.specs import resolve_block_sizes
+from kvreplay.replay.cluster import SAMPLE_NS
+from kvreplay.replay.config_load import config_from_json
+from kvreplay.replay.ends import Ends
+from kvreplay.replay.findings import LiveFindings
+from kvreplay.replay.node import Leg, Node, Surroundings, instance_names
+from kvreplay.replay.remote import messages
+from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
+from kvreplay.sim.event_loop import EventLoop
+from kvreplay.trace.reader import read_trace
+from kvreplay.trace.workload import read_workload
+from kvreplay.transport.paced import PacedLoop
+from kvreplay.transport.pipes import FramedPipes
+
+_MAX_WAIT_S = 0.2
+_TIDY_S = 0.2
+"""How often sockets of pulls that are over are looked for, in real seconds."""
+
+
+class _PipeSink:
+    """An `EventSink` whose handles count the events of this process."""
+
+    def __init__(self, detail: int) -> None:
+        self.detail = detail
+        self.unsent: list[Event] = []
+        self._num_events = 0
+
+    def emit(self, event: Event) -> int:
+        self.unsent.append(event)
+        self._num_events += 1
+        return self._num_events - 1
+
+
+class InstanceProcess:
+    """The instance, its half of the bus, and the faults that act there."""
+
+    def __init__(self, setup: messages.Setup, loop: EventLoop, paced: PacedLoop, pipes: FramedPipes) -> None:
+        config = config_from_json(setup.config)
+        behaviour = Behaviour(setup.profile, setup.switches)
+        workload = read_workload(read_trace(Path(setup.trace)), setup.limit)
+        self._loop, self._paced, self._pipes = loop, paced, pipes
+        self._sink = _PipeSink(setup.detail)
+        self.bus = SocketBus(
+            setup.name,
+            paced,
+            announce=self._announce,
+            is_open=self._is_open,
+            find_target=self._find_target,
+            tells_of_gone_peers=behaviour["pull_wait"] == "bounded",
+        )
+        self.injector = Injector(make_plan(setup.faults), setup.seed, self._sink, loop, self.bus)
+        sink = self.injector.sink
+        index = ContentIndex(workload.arrivals, resolve_block_sizes(config.model.groups).hashing)
+        findings = LiveFindings(loop, sink, self.injector.blame.of_request)
+        surroundings = Surroundings(
+            config=config,
+            behaviour=behaviour,
+            recompute=setup.recompute,
+            bus=self.bus,
+            sink=sink,
+            index=index,
+            findings=findings,
+            sharding=config.sharding,
+        )
+        roles = instance_names(config)
+        rank = list(roles).index(setup.name) + 1
+        self._num_blocks = config.role(roles[setup.name]).cache.num_gpu_blocks
+        self._node: Node | None = None
+        self._node = self.node = Node(setup.name, roles[setup.name], rank, surroundings)
+        self.node.on_end = self._ended
+        self._ends = Ends([self.node], loop, sink, self.injector.blame, findings)
+        self.injector.arm_messages()
+        self._said: messages.Quiet | None = None
+        self._tidied_ns = 0
+        self.is_over = False
+        self._sample_later()
+
+    # -- what the bus asks --------------------------------------------------------------------------------
+
+    def _announce(self, endpoints: Mapping[str, str]) -> None:
+        self._say(messages.Listening(endpoints=dict(endpoints)))
+
+    def _workers(self) -> list[MooncakeWorker]:
+        worker = self._node.worker if self._node is not None else None
+        if isinstance(worker, RankGroup):
+            return list(worker.workers)
+        return [worker] if isinstance(worker, MooncakeWorker) else []
+
+    def _is_open(self, source: str, conversation: str, attempt: int) -> bool:
+        return any(
+            worker.identity.address == source and worker.consumer is not None
+            for worker in self._workers()
+            if worker.consumer is not None and worker.consumer.is_open(conversation, attempt)
+        )
+
+    def _find_target(self, address: str) -> TargetMemory | None:
+        for worker in self._workers():
+            if worker.identity.memory_address == address:
+                return TargetMemory(worker.memory.contents, worker.memory.layout.regions, self._num_blocks)
+        return None
+
+    # -- the supervisor -----------------------------------------------------------------------------------
+
+    def _say(self, message: messages.FromInstance) -> None:
+        self._pipes.send(messages.encode(message))
+
+    def hear(self, message: messages.ToInstance) -> None:
+        match message:
+            case messages.Start():
+                self._paced.start(message.start_s)
+            case messages.Directory():
+                self.bus.update_directory(message.endpoints, message.gone)
+            case messages.Arrival():
+                leg = Leg(message.request, message.request_id, message.max_tokens, message.priority, message.params)
+                self._take(CLIENT_ARRIVAL, leg, message.request_id)
+            case messages.Abort():
+                self._take(CLIENT_ABORT, message.request_id, message.request_id)
+            case messages.Seen():
+                for event in message.events:
+                    self.injector.observe(event)
+            case messages.Order():
+                self._paced.arrive(lambda: self._carry_out(message))
+            case messages.Quit():
+                self.is_over = True
+
+    def _take(self, kind: str, payload: object, request_id: str) -> None:
+        address = self.node.api_address
+        envelope = Envelope(kind=kind, source="proxy", destination=address, payload=payload, request_ids=(request_id,))
+
+        def take() -> None:
+            # What comes too late for an instance that has died is lost with it.
+            if self.node.is_up:
+                self.bus.deliver(envelope)
+
+        self._paced.arrive(take)
+
+    def _carry_out(self, order: messages.Order) -> None:
+        command = Command(order.verb, order.arguments)
+        match order.verb:
+            case "report-stalls":
+                self._ends.report_stalls()
+                ok = True
+            case "heal":
+                self.injector.heal()
+                self.node.restart()
+                ok = True
+            case "close-accounts":
+                self._ends.close_accounts()
+                self._flush()
+                self._say(self._account())
+                ok = True
+            case _:
+                ok = self.node.command(command)
+        self._flush()
+        self._say(messages.Done(number=order.number, ok=ok, victims=command.victims))
+
+    def _account(self) -> messages.Account:
+        statistics = self.injector.statistics()
+        return messages.Account(
+            end_ns=self._loop.now_ns,
+            fired=[fault.fired for fault in statistics],
+            requests=[fault.requests for fault in statistics],
+            malformed=dict(self.bus.malformed),
+        )
+
+    def _ended(self, request_id: str) -> None:
+        self._say(messages.Ended(request_id=request_id))
+
+    # -- the loop -----------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        self._paced.turn(_MAX_WAIT_S)
+        if self._paced.has_passed(_TIDY_S):
+            self.bus.tidy()
+        self._flush()
+        quiet = messages.Quiet(is_quiet=not self._loop.num_live, num_arrived=self._paced.num_arrived)
+        if quiet != self._said and (quiet.is_quiet or (self._said is not None and self._said.is_quiet)):
+            self._said = quiet
+            self._say(quiet)
+
+    def _flush(self) -> None:
+        if self._sink.unsent:
+            self._say(messages.Happened(events=self._sink.unsent))
+            self._sink.unsent = []
+
+    def _sample_later(self) -> None:
+        self._loop.call_later(SAMPLE_NS, self._sample, daemon=True)
+
+    def _sample(self) -> None:
+        self._ends.sample()
+        self._sample_later()
+
+
+class Child:
+    """The process: made before anything is known, and gone when its supervisor is."""
+
+    def __init__(self, read_fd: int, write_fd: int) -> None:
+        self._loop = EventLoop()
+        self._instance: InstanceProcess | None = None
+        self._is_orphan = False
+        self._pipes: FramedPipes
+        self._paced: PacedLoop
+        self._fds = (read_fd, write_fd)
+
+    def run(self) -> int:
+        self._paced = PacedLoop(self._loop, 1.0)
+        self._pipes = FramedPipes(self._paced, *self._fds, self._hear, self._orphan)
+        try:
+            while not self._is_over:
+                if self._instance is None:
+                    self._paced.turn(1.0)
+                else:
+                    self._instance.turn()
+            while self._pipes.has_unsent and not self._is_orphan:
+                self._paced.turn(0.1)
+        except Exception:
+            self._pipes.send(messages.encode(messages.Failed(traceback=traceback.format_exc())))
+            return 1
+        finally:
+            if self._instance is not None:
+                self._instance.bus.close()
+        return 0
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_orphan or (self._instance is not None and self._instance.is_over)
+
+    def _orphan(self) -> None:
+        self._is_orphan = True
+
+    def _hear(self, data: bytes) -> None:
+        message = messages.decode_to_instance(data)
+        if isinstance(message, messages.Setup):
+            self._paced.scale = message.scale
+            self._instance = InstanceProcess(message, self._loop, self._paced, self._pipes)
+            self._pipes.send(messages.encode(messages.Ready()))
+        else:
+            assert self._instance is not None
+            self._instance.hear(message)
+
+
+def main() -> int:
+    # A terminal's Ctrl-C is for the supervisor, which then closes the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Nothing but messages goes to the supervisor: who prints does so to stderr.
+    write_fd = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return Child(sys.stdin.fileno(), write_fd).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

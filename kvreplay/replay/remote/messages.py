@@ -1,0 +1,148 @@
+"""What the supervisor of a run and its instances' processes say to each other, over pipes."""
+
+from typing import Any, Final
+
+import msgspec
+
+from kvreplay.events import Event
+
+
+class _Message(msgspec.Struct, tag=True, kw_only=True):
+    pass
+
+
+# -- to an instance ---------------------------------------------------------------------------------------
+
+
+class Setup(_Message):
+    """The first message: everything that the instance's course depends on, besides what it hears."""
+
+    name: str
+    trace: str
+    limit: int | None
+    config: str
+    profile: str
+    switches: dict[str, str]
+    recompute: bool
+    faults: list[str]
+    seed: int
+    detail: int
+    scale: float
+
+
+class Start(_Message):
+    """Virtual time begins at this reading of the machine's monotonic clock."""
+
+    start_s: float
+
+
+class Directory(_Message):
+    """Where others listen now. `gone`: an instance that does not listen any more."""
+
+    endpoints: dict[str, str]
+    gone: str | None = None
+
+
+class Arrival(_Message):
+    """One leg of a client's request."""
+
+    request: int
+    request_id: str
+    max_tokens: int
+    priority: int
+    params: dict[str, Any] | None
+
+
+class Abort(_Message):
+    request_id: str
+
+
+class Seen(_Message):
+    """What happened elsewhere, as far as a fault waits for it."""
+
+    events: list[Event]
+
+
+class Order(_Message):
+    """Do this, and say so: an action fault's verb, or `report-stalls`, `heal`, `close-accounts`."""
+
+    number: int
+    verb: str
+    arguments: dict[str, Any] = {}
+
+
+class Quit(_Message):
+    pass
+
+
+# -- from an instance -------------------------------------------------------------------------------------
+
+
+class Ready(_Message):
+    pass
+
+
+class Listening(_Message):
+    """All addresses of the instance, and where they are."""
+
+    endpoints: dict[str, str]
+
+
+class Happened(_Message):
+    """Events in their order; `cause_handle` counts those of this process from 0."""
+
+    events: list[Event]
+
+
+class Ended(_Message):
+    request_id: str
+
+
+class Quiet(_Message):
+    """Whether nothing but daemons is left to happen here. `num_arrived`: what has come from outside so far."""
+
+    is_quiet: bool
+    num_arrived: int
+
+
+class Done(_Message):
+    number: int
+    ok: bool
+    victims: list[str]
+
+
+class Account(_Message):
+    """At the end: how often each fault of the plan has fired here, for whom, and what came in that was nothing."""
+
+    end_ns: int
+    fired: list[int]
+    requests: list[list[str]]
+    malformed: dict[str, int]
+
+
+class Failed(_Message):
+    """kvreplay itself has failed in the process."""
+
+    traceback: str
+
+
+ToInstance = Setup | Start | Directory | Arrival | Abort | Seen | Order | Quit
+FromInstance = Ready | Listening | Happened | Ended | Quiet | Done | Account | Failed
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_to_instance: Final = msgspec.msgpack.Decoder(ToInstance)
+_from_instance: Final = msgspec.msgpack.Decoder(FromInstance)
+
+
+def encode(message: ToInstance | FromInstance) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_instance(data: bytes) -> ToInstance:
+    message: ToInstance = _to_instance.decode(data)
+    return message
+
+
+def decode_from_instance(data: bytes) -> FromInstance:
+    message: FromInstance = _from_instance.decode(data)
+    return message

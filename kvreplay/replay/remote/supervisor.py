@@ -1,0 +1,380 @@
+"""A whole cluster of which every instance is a process: clients, proxy, action faults and the trace are here.
+
+The supervisor starts the processes, tells them where the others listen, and ends them: a process whose pipe is closed
+ends itself, whatever becomes of the supervisor. Nothing but virtual time is told apart: two runs differ in their times.
+"""
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Any, Final
+
+from kvreplay.connectors.mooncake import addresses
+from kvreplay.errors import KvReplayError
+from kvreplay.events import Event, EventSink
+from kvreplay.faults.injector import Injector
+from kvreplay.faults.record import FaultStatistics
+from kvreplay.faults.topology import check_possible
+from kvreplay.ids import NS_PER_S
+from kvreplay.kv.content_index import ContentIndex
+from kvreplay.kv.specs import resolve_block_sizes
+from kvreplay.replay.cluster import RunSettings, Watch, path_timers_ns, topology_of
+from kvreplay.replay.config import Role
+from kvreplay.replay.node import instance_names
+from kvreplay.replay.overrides import overridden
+from kvreplay.replay.proxy import Proxy
+from kvreplay.replay.remote import messages
+from kvreplay.sim.bus import Bus, owner_of
+from kvreplay.sim.envelope import CLIENT_ABORT, Command, Envelope
+from kvreplay.sim.event_loop import EventLoop
+from kvreplay.trace.workload import Workload
+from kvreplay.transport.paced import PacedLoop
+from kvreplay.transport.pipes import FramedPipes
+
+_START_S: Final = 120.0
+"""A process may take so long to come up: it reads the trace, and loads what tensors need."""
+_ANSWER_S: Final = 60.0
+_GOODBYE_S: Final = 3.0
+_QUIET_S: Final = 0.3
+"""Nothing is on its way any more if nobody has heard anything for so long."""
+_MARGIN_S: Final = 120.0
+_TIMERS: Final = 6
+"""A request goes through all of its timers at most so often."""
+_MODULE: Final = "kvreplay.replay.remote.instance_process"
+
+
+class RemoteNode:
+    """An instance's process, as the proxy sees it (`replay.proxy.Server`)."""
+
+    def __init__(self, name: str, role: Role, setup: messages.Setup, cluster: "RemoteCluster") -> None:
+        self.name = name
+        self.role: Role = role
+        self.api_address = f"{name}/api"
+        self.incarnation = 0
+        self.is_up = True
+        self.is_ready = False
+        self.on_end: Callable[[str], None] | None = None
+        self.endpoints: dict[str, str] = {}
+        self.handles: list[int] = []
+        """Event of the process → its handle here."""
+        self.said = messages.Quiet(is_quiet=False, num_arrived=0)
+        self.done: dict[int, messages.Done] = {}
+        self.account: messages.Account | None = None
+        self._cluster = cluster
+        self._live: dict[str, None] = {}
+        self.process = subprocess.Popen([sys.executable, "-m", _MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.pipes = FramedPipes(
+            cluster.paced,
+            self.process.stdout.fileno(),
+            self.process.stdin.fileno(),
+            lambda data: cluster.hear(self, messages.decode_from_instance(data)),
+            lambda: cluster.lost(self),
+        )
+        self.tell(setup)
+
+    @property
+    def engine_id(self) -> str:
+        return addresses.engine_id_of(self.name, self.incarnation)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._live)
+
+    def tell(self, message: messages.ToInstance) -> None:
+        self.pipes.send(messages.encode(message))
+
+    def begin(self, request_id: str) -> None:
+        self._live[request_id] = None
+
+    def ended(self, request_id: str) -> None:
+        self._live.pop(request_id, None)
+        if self.on_end is not None:
+            self.on_end(request_id)
+
+    def command(self, command: Command) -> bool:
+        """Carry out an action fault there, and wait until it is done."""
+        if not self.is_up and command.verb != "restart":
+            return False
+        done = self._cluster.order(self, command.verb, command.arguments)
+        command.victims += done.victims
+        if done.ok and command.verb == "crash":
+            self.is_up = False
+            self._live.clear()
+            self._cluster.publish(messages.Directory(endpoints={}, gone=self.name), self)
+        elif done.ok and command.verb == "restart":
+            self._came_back()
+        return done.ok
+
+    def _came_back(self) -> None:
+        self.incarnation += 1
+        self.is_up = True
+        self._cluster.publish(messages.Directory(endpoints=self.endpoints), self)
+
+    def heal(self) -> None:
+        """End the faults there; a process that is down comes back."""
+        was_up = self.is_up
+        self._cluster.order(self, "heal", {})
+        if not was_up:
+            self._came_back()
+
+    def end(self) -> None:
+        """Ask it to go, and see to it that it does."""
+        self.tell(messages.Quit())
+        self.pipes.close()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+        try:
+            self.process.wait(_GOODBYE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class _ProxyBus(Bus):
+    """What clients send goes over a pipe."""
+
+    def __init__(self, loop: EventLoop, nodes: dict[str, RemoteNode]) -> None:
+        super().__init__(loop)
+        self._nodes = nodes
+
+    def post(self, envelope: Envelope) -> None:
+        node = self._nodes[owner_of(envelope.destination)]
+        if not node.is_up:
+            self.loop.call_later(0, lambda: self._refuse(envelope))
+        elif envelope.kind == CLIENT_ABORT:
+            node.tell(messages.Abort(request_id=envelope.payload))
+        else:
+            leg = envelope.payload
+            node.begin(leg.request_id)
+            node.tell(
+                messages.Arrival(
+                    request=leg.request,
+                    request_id=leg.request_id,
+                    max_tokens=leg.max_tokens,
+                    priority=leg.priority,
+                    params=leg.params,
+                )
+            )
+
+
+class RemoteCluster:
+    """Built for one run, as `replay.cluster.Cluster` is; `run` plays it, and ends every process whatever happens."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        workload: Workload,
+        sink: EventSink,
+        *,
+        trace: Path,
+        limit: int | None,
+        scale: float,
+    ) -> None:
+        config = overridden(settings.config, settings.plan)
+        self._config = config
+        self._topology = topology_of(config, workload)
+        check_possible(settings.plan, self._topology)
+        self.loop = EventLoop()
+        self.paced = PacedLoop(self.loop, scale)
+        self._nodes: dict[str, RemoteNode] = {}
+        self.bus = _ProxyBus(self.loop, self._nodes)
+        self.injector = Injector(settings.plan, settings.seed, sink, self.loop, self.bus)
+        self.sink = self.injector.sink
+        self.index = ContentIndex(workload.arrivals, resolve_block_sizes(config.model.groups).hashing)
+        self.roles = instance_names(config)
+        self.malformed: Counter[tuple[str, str]] = Counter()
+        """(instance, what) → how many messages came in that no peer sends."""
+        self._settings, self._workload = settings, workload
+        self._setup: dict[str, Any] = {
+            "trace": str(trace.absolute()),
+            "limit": limit,
+            "profile": settings.behaviour.profile,
+            "switches": dict(settings.behaviour.switches),
+            "recompute": settings.recompute,
+            "faults": [fault.spec for fault in settings.plan],
+            "seed": settings.seed,
+            "detail": sink.detail,
+            "scale": scale,
+        }
+        last_ns = max((arrival.time_ns for arrival in workload.arrivals), default=0)
+        virtual_s = (last_ns + _TIMERS * path_timers_ns(config)) / NS_PER_S + 3600
+        self._bound_s = _MARGIN_S + virtual_s / scale
+        self._specs = [fault.spec for fault in settings.plan]
+        self._num_orders = 0
+        self._is_ending = False
+        self._failure: str | None = None
+        self._heard_s = 0.0
+
+    def run(self, watch: Watch | None = None) -> None:
+        """Both phases, as in virtual time; it ends no later than its timers allow, and two minutes after that."""
+        try:
+            self._start()
+            end_s = monotonic() + self._bound_s
+            self._play(end_s, watch)
+            self._order_all("report-stalls")
+            self.injector.heal()
+            for node in self._nodes.values():
+                node.heal()
+            self._play(monotonic() + self._bound_s, watch)
+            self._order_all("close-accounts")
+        finally:
+            self._end()
+
+    @property
+    def end_ns(self) -> int:
+        """Nothing has happened later."""
+        accounts = [node.account for node in self._nodes.values() if node.account is not None]
+        return max([self.loop.now_ns, *(account.end_ns for account in accounts)])
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(
+            f"{instance}: {count:,} message{'s' * (count > 1)} came in that no peer sends ({what})"
+            for (instance, what), count in sorted(self.malformed.items())
+        )
+
+    def statistics(self) -> list[FaultStatistics]:
+        """Of the plan's faults: what fired here, and in every process."""
+        accounts = [node.account for node in self._nodes.values() if node.account is not None]
+        return [
+            FaultStatistics(
+                own.spec,
+                own.fired + sum(account.fired[place] for account in accounts),
+                sorted({*own.requests, *(name for account in accounts for name in account.requests[place])}),
+            )
+            for place, own in enumerate(self.injector.statistics())
+        ]
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        for name, role in self.roles.items():
+            own = overridden(self._config, self._settings.plan, name)
+            setup = messages.Setup(name=name, config=own.to_json(), **self._setup)
+            node = self._nodes[name] = RemoteNode(name, role, setup, self)
+            self.bus.control(name, node.command)
+        servers = list(self._nodes.values())
+        topology = self._config.topology
+        self.proxy = Proxy(self._workload, servers, topology, self.bus, self.sink, self.injector.rewrite_params)
+        self._wait(lambda: all(node.is_ready for node in self._nodes.values()), _START_S, "to start")
+        for node in self._nodes.values():
+            self.publish(messages.Directory(endpoints=node.endpoints), node)
+        start_s = monotonic() + 0.1
+        for node in self._nodes.values():
+            node.tell(messages.Start(start_s=start_s))
+        self.paced.start(start_s)
+        self.injector.arm_actions(self._topology)
+        self.proxy.start()
+
+    def _end(self) -> None:
+        self._is_ending = True
+        for node in self._nodes.values():
+            node.end()
+
+    def _play(self, end_s: float, watch: Watch | None) -> None:
+        """Until nothing but daemons is left anywhere, and nothing is on its way."""
+        self._heard_s = monotonic()
+        while not self._is_quiet():
+            if monotonic() > end_s:
+                raise KvReplayError(f"--transport zmq: not over after {self._bound_s:.0f} s, the longest it may take")
+            self._turn(0.05)
+            if watch is not None:
+                watch(self.proxy.num_ended, 0)
+
+    def _is_quiet(self) -> bool:
+        if self.loop.num_live or not all(node.said.is_quiet for node in self._nodes.values()):
+            self._heard_s = monotonic()
+        return monotonic() - self._heard_s > _QUIET_S
+
+    def _turn(self, max_wait_s: float) -> None:
+        self.paced.turn(max_wait_s)
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+
+    def _wait(self, condition: Callable[[], bool], limit_s: float, what: str) -> None:
+        end_s = monotonic() + limit_s
+        while not condition():
+            if monotonic() > end_s:
+                raise KvReplayError(f"--transport zmq: the instances' processes took more than {limit_s:.0f} s {what}")
+            self._turn(0.05)
+
+    # -- orders -------------------------------------------------------------------------------------------
+
+    def order(self, node: RemoteNode, verb: str, arguments: dict[str, Any]) -> messages.Done:
+        """Have something done there; whatever else comes in meanwhile waits for the loop, but for what is written."""
+        self._num_orders += 1
+        number = self._num_orders
+        node.tell(messages.Order(number=number, verb=verb, arguments=arguments))
+        end_s = monotonic() + _ANSWER_S
+        while number not in node.done:
+            if monotonic() > end_s:
+                raise KvReplayError(f"--transport zmq: {node.name} has not carried out {verb} in {_ANSWER_S:.0f} s")
+            self.paced.listen(0.05)
+            if self._failure is not None:
+                raise RuntimeError(self._failure)
+        return node.done.pop(number)
+
+    def _order_all(self, verb: str) -> None:
+        for node in self._nodes.values():
+            self.order(node, verb, {})
+
+    def publish(self, message: messages.Directory, of: RemoteNode) -> None:
+        for node in self._nodes.values():
+            if node is not of:
+                node.tell(message)
+
+    # -- what the processes say ---------------------------------------------------------------------------
+
+    def hear(self, node: RemoteNode, message: messages.FromInstance) -> None:
+        match message:
+            case messages.Ready():
+                node.is_ready = True
+            case messages.Listening():
+                node.endpoints = message.endpoints
+            case messages.Happened():
+                self._take_events(node, message.events)
+            case messages.Ended():
+                node.ended(message.request_id)
+            case messages.Quiet():
+                self._heard_s = monotonic()
+                node.said = message
+            case messages.Done():
+                node.done[message.number] = message
+            case messages.Account():
+                node.account = message
+                self.malformed.update({(node.name, what): count for what, count in message.malformed.items()})
+            case messages.Failed():
+                self._failure = f"{node.name}: {message.traceback}"
+
+    def lost(self, node: RemoteNode) -> None:
+        if not self._is_ending and self._failure is None:
+            self._failure = f"the process of {node.name} has ended unasked"
+
+    def _take_events(self, node: RemoteNode, events: Sequence[Event]) -> None:
+        seen: list[Event] = []
+        kinds = self.injector.observed_kinds
+        for event in events:
+            cause = event.cause_handle
+            if cause is not None:
+                event = event._replace(cause_handle=node.handles[cause])
+            handle = self.sink.emit(event)
+            node.handles.append(handle)
+            if event.kind == "fault.injected":
+                self._note_fault(event, handle)
+            if event.kind in kinds:
+                seen.append(event._replace(cause_handle=None))
+        if seen:
+            for other in self._nodes.values():
+                if other is not node:
+                    other.tell(messages.Seen(events=seen))
+
+    def _note_fault(self, event: Event, handle: int) -> None:
+        if event.cause in self._specs:
+            place = self._specs.index(event.cause)
+            self.injector.blame.note(place, handle, event.request_id, (event.instance, event.peer))
