@@ -120,6 +120,9 @@ class Pair:
         self.p = self.start("P0", "kv_producer", self.p_memory)
         self.d = self.start("D0", "kv_consumer", self.d_memory)
 
+    def bus_of(self, instance: str) -> Bus:
+        return self.bus
+
     def start(self, instance: str, role: str, memory: FakeMemory, incarnation: int = 0) -> MooncakeWorker:
         worker: MooncakeWorker | None = None
 
@@ -137,7 +140,7 @@ class Pair:
             groups=self._groups,
             config=self._config,
             behaviour=self._switches,
-            bus=self.bus,
+            bus=self.bus_of(instance),
             memory=register_rows(memory, self._groups, identity),
             sink=self.sink,
             on_report=on_report,

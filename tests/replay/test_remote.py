@@ -1,0 +1,174 @@
+"""Runs whose instances are processes: as in virtual time, and nothing is left of them, however they end."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROC = Path("/proc")
+QUICK = ["--set", "connector.abort_request_timeout=20"]
+"""A consumer then waits 80 s for a reply."""
+
+needs_proc = pytest.mark.skipif(not PROC.is_dir(), reason="looks for processes in /proc")
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "kvreplay", "run", *arguments]
+
+
+def run(*arguments: str) -> dict[str, Any]:
+    done = subprocess.run(
+        command(*arguments, "--json"), capture_output=True, text=True, timeout=120, check=False, env=os.environ
+    )
+    assert done.stdout, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def outcome(result: dict[str, Any]) -> dict[str, Any]:
+    """What does not depend on when things happen."""
+    return {
+        "verdict": result["verdict"],
+        "requests": {name: count for name, count in result["requests"].items() if name != "overdue"},
+        "reasons": result["reasons"],
+        "stalled": sorted(stall["request_id"] for stall in result["stalled"]),
+        "crashes": [(crash["instance"], crash["exception"]) for crash in result["crashes"]],
+        "checkers": sorted({found["checker"] for found in result["violations"]}),
+    }
+
+
+def both(*arguments: str, scale: int = 40) -> tuple[dict[str, Any], dict[str, Any]]:
+    virtual = run(*arguments, *QUICK)
+    real = run(*arguments, *QUICK, "--transport", "zmq", "--time-scale", str(scale))
+    return outcome(virtual), outcome(real)
+
+
+def rows() -> list[str]:
+    """Every row about Mooncake of the table of canned traces."""
+    found, name = [], ""
+    for cell, options in re.findall(
+        r"^\| (.*?) ?\| `(--.*?)` \| \d \|", (ROOT / "traces/README.md").read_text(), re.MULTILINE
+    ):
+        name = cell.strip("`") or name
+        if "offload" not in name:
+            found.append(f"{name} {options}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["decode-stall --inject timeout", "decode-stall --inject timeout --profile pre-50984 --limit 3"],
+)
+def test_a_run_ends_as_in_virtual_time(arguments: str) -> None:
+    virtual, real = both(*shlex.split(arguments))
+    assert real == virtual
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", rows())
+def test_every_canned_trace_has_the_same_verdict_on_both(arguments: str) -> None:
+    virtual, real = both(*shlex.split(arguments), scale=10)
+    assert (real["verdict"], real["crashes"]) == (virtual["verdict"], virtual["crashes"])
+    assert real["requests"]["total"] == virtual["requests"]["total"]
+
+
+@pytest.mark.slow
+def test_instances_of_several_ranks() -> None:
+    arguments = "decode-stall --config mooncake-4p4d-tp4-tp2 --inject mooncake.peer-one-of-k:order=first --limit 4"
+    virtual, real = both(*shlex.split(arguments), scale=10)
+    assert real == virtual
+    assert real["requests"]["failed"] == 4
+
+
+def test_the_command_says_what_it_cannot_do() -> None:
+    for arguments, message in (
+        (["single", "--time-scale", "10"], "--time-scale: virtual time has none; it goes with --transport zmq"),
+        (["decode-stall", "--transport", "tcp"], "--transport tcp: expected one of virtual, zmq"),
+        (["decode-stall", "--transport", "zmq", "--time-scale", "0"], "--time-scale 0: must be > 0 and <= 10000"),
+        (["decode-stall", "--transport", "zmq", "--config", "single"], "only mooncake has sockets"),
+    ):
+        trace = ["decode-stall", *arguments[1:]]
+        done = subprocess.run(command(*trace), capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2
+        assert message in done.stderr
+
+
+# -- what is left of it -----------------------------------------------------------------------------------
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for stat in PROC.glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Any, limit_s: float = 30.0) -> None:  # noqa: ANN401 - anything that can be called
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end_s, "it has not come about"
+        time.sleep(0.05)
+
+
+@contextmanager
+def started() -> Iterator[tuple["subprocess.Popen[bytes]", list[int]]]:
+    """A long run, once its two instances are there; and their processes."""
+    arguments = ["decode-stall", "--inject", "timeout", "--transport", "zmq", "--time-scale", "1"]
+    process = subprocess.Popen(command(*arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        wait_until(lambda: len(children_of(process.pid)) == 2)
+        time.sleep(1)  # they read their trace, open sockets, and begin
+        yield process, children_of(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+@needs_proc
+def test_ctrl_c_leaves_no_process() -> None:
+    with started() as (process, instances):
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        wait_until(lambda: not any(map(is_there, instances)))
+
+
+@needs_proc
+def test_a_supervisor_that_is_killed_leaves_no_process() -> None:
+    with started() as (process, instances):
+        process.kill()
+        wait_until(lambda: not any(map(is_there, instances)))
+
+
+@needs_proc
+def test_an_instance_that_is_killed_ends_the_run_and_the_others() -> None:
+    with started() as (process, instances):
+        os.kill(instances[0], signal.SIGKILL)
+        assert process.wait(20) == 1
+        assert process.stderr is not None
+        assert b"has ended unasked" in process.stderr.read()
+        wait_until(lambda: not any(map(is_there, instances)))
