@@ -87,7 +87,14 @@ def run(
     from kvreplay.events import DETAIL_LEVELS
     from kvreplay.faults.plan import make_plan
     from kvreplay.replay.config_load import load_config
-    from kvreplay.replay.runner import DEFAULT_TIME_SCALE, RunOptions, open_trace, run_trace, trace_config
+    from kvreplay.replay.runner import (
+        DEFAULT_TIME_SCALE,
+        RunOptions,
+        open_trace,
+        run_trace,
+        settle_imports,
+        trace_config,
+    )
     from kvreplay.report.progress import progress
     from kvreplay.trace.writer import check_output
     from kvreplay.verdict.model import DEFAULT_FAIL_ON
@@ -127,6 +134,7 @@ def run(
     )
     # Not `is_terminal`, which FORCE_COLOR makes true: a log may want colours, but never a bar.
     bar = partial(progress, console=make_console(stderr=True)) if sys.stderr.isatty() else None
+    settle_imports(loaded.config)
     result = run_trace(options, opened, bar)
     for warning in result.warnings:
         print_warning(warning)

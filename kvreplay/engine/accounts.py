@@ -29,8 +29,9 @@ class RecomputeAccounts:
         count = int(starts.searchsorted(num_tokens))
         if not count:
             return
-        ends = np.full(count, num_tokens, np.int32)
+        ends = np.empty(count, np.int32)
         ends[:-1] = starts[1:count]
+        ends[-1] = num_tokens
         touched = ids[:count]
         self._cached_end[touched] = np.maximum(self._cached_end[touched], ends)
 

@@ -83,14 +83,19 @@ class Lockstep:
 
     def growth(self, first_step: int, num_steps: int) -> Iterator[tuple[int, list[Request]]]:
         """(step, members that need a block in it) for those of the next steps in which anybody does."""
-        buckets, block_size = self._buckets, self.block_size
-        for step in range(first_step, first_step + num_steps):
-            bucket = buckets[step % block_size]
-            if bucket:
-                members = list(bucket.values())
-                if len(members) > 1:
-                    members.sort(key=_order)
-                yield step, members
+        block_size = self.block_size
+        end_step = first_step + num_steps
+        # Nobody joins or leaves in between: the same members need one in every round.
+        rounds = [
+            (step, self.needing_blocks(step))
+            for step in range(first_step, min(end_step, first_step + block_size))
+            if self._buckets[step % block_size]
+        ]
+        for start in range(0, num_steps, block_size):
+            for step, members in rounds:
+                if step + start >= end_step:
+                    return
+                yield step + start, members
 
     def filling_blocks(self, step: int) -> list[Request]:
         """Members whose token of `step` is the last of its block, in running order."""

@@ -267,7 +267,10 @@ class BlockPool:
         if self.num_inserted >= self._sweep_at:
             self._sweep()
         self.keys[block_ids] = keys
-        taken = self.find(keys)
+        try:
+            taken = self._first.take(keys)
+        except IndexError:
+            taken = self.find(keys)
         if count_nonzero(taken):
             is_taken = taken != 0
             for key, block_id, first in zip(
@@ -292,20 +295,27 @@ class BlockPool:
 
     def cache_and_take_one(self, block_id: int, key: int) -> int:
         """`cache_one`, then `take_one`: what a decoding request does when its last block is full."""
-        self.num_inserted += 1
-        self._key_view[block_id] = key
         if key < len(self._first) and not self._first_view[key]:
+            self.num_inserted += 1
+            self._key_view[block_id] = key
             self._first_view[key] = block_id
             self.num_cached_keys += 1
         else:
-            self._reach(key)
-            first = self._first_view[key]
-            if first:
-                self._add_twin(key, block_id, first)
-            else:
-                self._first_view[key] = block_id
-                self.num_cached_keys += 1
-        return self.take_one()
+            self.cache_one(block_id, key)
+        # As in `take_one`, which a call more for every block of every output would be felt to call.
+        assert self.num_free > 0
+        queue, head = self._queue_view, self._head
+        block_id = queue[head]
+        while not block_id:
+            head += 1
+            block_id = queue[head]
+        self._head = head + 1
+        self.num_free -= 1
+        key = self._key_view[block_id]
+        if key != NO_KEY:
+            self._evict_reused_one(block_id, key)
+        self._ref_view[block_id] = 1
+        return block_id
 
     def cache_partial(self, block_id: int, key: int, num_tokens: int) -> None:
         """Make a block reachable from a prefix that ends inside it (vLLM: cache_partial_block)."""

@@ -30,7 +30,7 @@ class LockstepLayer(SchedulerState):
         if self.connector is not None and self.connector.has_pending_block_frees():
             return False
         wanted = sum(request.num_tokens - request.num_computed_tokens for request in explicit.values())
-        if wanted + len(self.lockstep) <= self.config.token_budget:
+        if wanted + len(self.lockstep) <= self._token_budget:
             return True
         first = next(iter(explicit.values()))
         last_member = next(request for request in reversed(self.running.values()) if request.lockstep_since is not None)
@@ -90,9 +90,10 @@ class LockstepLayer(SchedulerState):
         """Do `num_steps` steps of which `can_coast` and `steps_until_shortage` promised that they are uneventful."""
         first = self.step + 1
         self._in_step = True
+        grow = self._grow_openly if self._grows_openly else self._grow_quietly
         for step, members in self.lockstep.growth(first, num_steps):
             self.step = step
-            self._grow_all(members)
+            grow(members)
         self.step = first + num_steps - 1
         if self._output_is_shared:
             # Who leaves next would hash its own block first, whatever the order of those that the last step filled.
@@ -146,17 +147,24 @@ class LockstepLayer(SchedulerState):
 
     def _grow_all(self, members: list[Request]) -> None:
         """One more block for each of these members, whose blocks are full. There are enough."""
-        tables, pool = self.kv.managers[0].tables, self.pool
-        if self.log.wants_blocks or not pool.enable_caching or self._must_step:
+        if self._grows_openly:
             self._grow_openly(members)
-            return
-        is_shared = self._output_is_shared
+        else:
+            self._grow_quietly(members)
+
+    @property
+    def _grows_openly(self) -> bool:
+        """Whether somebody must hear of each block, or nothing is hashed."""
+        return self.log.wants_blocks or not self.pool.enable_caching or self._must_step
+
+    def _grow_quietly(self, members: list[Request]) -> None:
+        tables, pool = self.kv.managers[0].tables, self.pool
+        if self._output_is_shared:
+            self._blocks_changed()
         for request in members:
             table = tables[request.request_id]
             index = table.num_blocks - 1
             if table.num_cached == index:
-                if is_shared:
-                    self._blocks_changed()
                 block_id = pool.cache_and_take_one(table.view[index], request.lockstep_keys[index])
                 table.num_cached = index + 1
             else:

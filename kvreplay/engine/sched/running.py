@@ -5,6 +5,9 @@ from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.sched.ends import EndsLayer
 from kvreplay.kv.block_pool import BlockIds
 
+_GROWS, _FILLS, _IS_EXPLICIT = range(3)
+"""What there is to do for a running request, in this order where it is more than one thing."""
+
 
 class RunningLayer(EndsLayer):
     """Who runs goes on."""
@@ -44,19 +47,21 @@ class RunningLayer(EndsLayer):
         defer_prefills: bool,
     ) -> None:
         """Phase 1 where both kinds want blocks, or hash them: in order of admission."""
-        todo = dict.fromkeys([*growing, *filling, *self._explicit.values()])
-        for request in sorted(todo, key=lambda request: request.lockstep_order):
+        todo = [(request.lockstep_order, _GROWS, request) for request in growing]
+        todo += [(request.lockstep_order, _FILLS, request) for request in filling]
+        todo += [(request.lockstep_order, _IS_EXPLICIT, request) for request in self._explicit.values()]
+        todo.sort()  # by order of admission and what there is to do, which no two have in common
+        for _, what, request in todo:
             if request.status is not RequestStatus.RUNNING:
                 continue
-            if request.lockstep_since is not None:
-                if request in growing and not self._grow(request, out):
+            if what == _GROWS:
+                if not self._grow(request, out):
                     break
-                if request in filling:
-                    self._cache_filled(request, self._table(request))
-                continue
-            if self._budget_left(out) <= 0:
-                break
-            if not self._schedule_running_one(request, out, threshold, defer_prefills=defer_prefills):
+            elif what == _FILLS:
+                self._cache_filled(request, self._table(request))
+            elif self._budget_left(out) <= 0 or not self._schedule_running_one(
+                request, out, threshold, defer_prefills=defer_prefills
+            ):
                 break
 
     def _schedule_running_one(

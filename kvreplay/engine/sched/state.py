@@ -68,6 +68,7 @@ class SchedulerState:
         rules: SchedulerRules = VLLM_0_33_RULES,
     ) -> None:
         self.config = config
+        self._token_budget = config.token_budget
         self.kv = kv
         self.pool = kv.pool
         self.connector = connector
@@ -145,7 +146,7 @@ class SchedulerState:
             and not self._by_priority
             and config.long_prefill_token_threshold == 0
             and config.prefill_schedule_interval == 1
-            and config.token_budget >= config.max_num_seqs
+            and self._token_budget >= config.max_num_seqs
         )
         self._scan = Scan.UNKNOWN
         self._full_sequence_must_fit = (
@@ -191,7 +192,7 @@ class SchedulerState:
     def _budget_left(self, out: SchedulerOutput) -> int:
         """Tokens that one more request may get in this step."""
         used = out.total_num_scheduled_tokens + len(self.lockstep)
-        left = self.config.token_budget - used
+        left = self._token_budget - used
         if not self._num_draft_slots:
             return left
         rows = used + self._num_draft_slots * (len(out.shares) + 1)
