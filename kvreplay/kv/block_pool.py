@@ -267,6 +267,7 @@ class BlockPool:
         if self.num_inserted >= self._sweep_at:
             self._sweep()
         self.keys[block_ids] = keys
+        taken: NDArray[np.integer]
         try:
             taken = self._first.take(keys)
         except IndexError:

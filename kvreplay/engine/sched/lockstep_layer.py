@@ -159,12 +159,13 @@ class LockstepLayer(SchedulerState):
 
     def _grow_quietly(self, members: list[Request]) -> None:
         tables, pool = self.kv.managers[0].tables, self.pool
-        if self._output_is_shared:
-            self._blocks_changed()
+        is_shared = self._output_is_shared
         for request in members:
             table = tables[request.request_id]
             index = table.num_blocks - 1
             if table.num_cached == index:
+                if is_shared:
+                    self._blocks_changed()
                 block_id = pool.cache_and_take_one(table.view[index], request.lockstep_keys[index])
                 table.num_cached = index + 1
             else:
@@ -191,13 +192,14 @@ class LockstepLayer(SchedulerState):
         members = self.lockstep.filling_blocks(self.step)
         if not members or not self.pool.enable_caching:
             return
-        if self._output_is_shared:
-            self._blocks_changed()
         tables, pool, tells = self.kv.managers[0].tables, self.pool, self.log.wants_blocks
+        is_shared = self._output_is_shared
         for request in members:
             table = tables[request.request_id]
             index = table.num_blocks - 1
             if table.num_cached == index and not tells:
+                if is_shared:
+                    self._blocks_changed()
                 pool.cache_one(table.view[index], request.lockstep_keys[index])
                 table.num_cached = index + 1
             elif table.num_cached <= index:
