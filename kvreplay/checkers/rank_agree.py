@@ -10,7 +10,7 @@ from kvreplay.events import DETAIL_RUN
 
 DETAIL: Final = DETAIL_RUN
 
-_COLUMNS: Final = ("seq", "time_ns", "kind", "instance", "request_id", "rank", "status")
+_COLUMNS: Final = ("seq", "time_ns", "kind", "instance", "request_id", "rank", "status", "num_blocks")
 _REQUEST: Final = ["instance", "request_id"]
 
 
@@ -27,10 +27,13 @@ def check_rank_agree(frame: pl.DataFrame) -> list[Finding]:
         finished.select(*_REQUEST, finished_seq="seq", finished_ns="time_ns"), on=_REQUEST, maintain_order="left"
     ).filter(pl.col("seq") < pl.col("finished_seq"))
     heard = before.filter(pl.col("kind") == "load.failed").select(_REQUEST)
+    # A pull of no blocks only tells the producer to let go; what is loaded comes from elsewhere.
+    releases = before.filter(pl.col("kind") == "pull.sent", pl.col("num_blocks") == 0).select(*_REQUEST, "rank")
     last = (
         before.filter(pl.col("rank").is_not_null())
         .unique([*_REQUEST, "rank"], keep="last", maintain_order=True)
         .join(heard, on=_REQUEST, how="anti", maintain_order="left")
+        .join(releases, on=[*_REQUEST, "rank"], how="anti", maintain_order="left")
     )
     wrong = last.filter((pl.col("kind") == "pull.sent") | (pl.col("status") == "failed"))
     return [

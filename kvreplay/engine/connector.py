@@ -148,6 +148,9 @@ class PlainSchedulerHalf:
     def has_pending_block_frees(self) -> bool:
         return False
 
+    def reset_cache(self) -> bool:
+        return True
+
 
 class WorkerConnector(Protocol):
     """One rank's half. It acts on its own between steps, when messages and timers reach it."""
@@ -170,4 +173,16 @@ class WorkerConnector(Protocol):
 
     def has_report(self) -> bool:
         """Whether `get_finished` would return something: a parked instance wakes for it."""
+        ...
+
+
+class EngineWorkers(WorkerConnector, Protocol):
+    """All ranks' halves, as an engine has them."""
+
+    def failure_reason(self, request_id: str) -> str | None:
+        """Why a load of this request failed; asked once."""
+        ...
+
+    def shutdown(self) -> None:
+        """The process dies: nothing is heard, sent or timed any more."""
         ...

@@ -52,7 +52,7 @@ def _check_parts(fault: Fault, topology: TopologyInfo) -> None:
 
 def _check_instances(fault: Fault, topology: TopologyInfo) -> None:
     instances = topology.instances
-    pulls = bool(fault.row.needs) and isinstance(VERBS[fault.row.verb], MessageVerb)
+    pulls = fault.row.needs == "mooncake" and isinstance(VERBS[fault.row.verb], MessageVerb)
     for key, glob, roles in (("instance", fault.instance, _ASKERS), ("peer", fault.peer, _GIVERS)):
         able = [name for name, role in instances.items() if not pulls or role in roles]
         if pulls and not able:

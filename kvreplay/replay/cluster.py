@@ -54,10 +54,9 @@ _COMMANDS: Final = frozenset(
 
 
 def topology_of(config: ReplayConfig, workload: Workload | None) -> TopologyInfo:
-    kind = config.connector.kind
     return TopologyInfo(
         instances={name: kv_role_of(role, config) for name, role in instance_names(config).items()},
-        connectors=frozenset() if kind == "none" else frozenset({kind}),
+        connectors=frozenset(config.connector.parts),
         commands=frozenset(
             {"abort", "crash", "restart", "preempt", "reset", "evict", "step-raises", "arrival", "config"}
         ),
@@ -69,7 +68,7 @@ def topology_of(config: ReplayConfig, workload: Workload | None) -> TopologyInfo
 
 def path_timers_ns(config: ReplayConfig) -> int:
     """What a parked request may wait at most if every timer on its path runs out."""
-    if config.connector.kind != "mooncake":
+    if "mooncake" not in config.connector.parts:
         return 0
     options = config.connector.mooncake
     return BOOTSTRAP_ATTEMPTS * options.connector_timeout_ns + options.receive_timeout_ns

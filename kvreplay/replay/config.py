@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 from kvreplay.connectors.mooncake.config import MooncakeConfig
 from kvreplay.connectors.mooncake.plan import HeadLayout
 from kvreplay.connectors.mooncake.sharding import Sharding
+from kvreplay.connectors.multi.config import MultiConfig
 from kvreplay.connectors.offloading.config import OffloadingConfig
 from kvreplay.engine.config import CacheConfig, SchedulerConfig
 from kvreplay.errors import ConfigError
@@ -25,7 +26,7 @@ MAX_RANKS: Final = 64
 """Per instance. A real one has 8 or 16."""
 _OF_EVERY_GROUP: Final = ("kind", "block_size", "sliding_window", "bytes_per_token")
 
-ConnectorKind: TypeAlias = Literal["none", "mooncake", "offloading"]
+ConnectorKind: TypeAlias = Literal["none", "mooncake", "offloading", "multi"]
 Role: TypeAlias = Literal["engine", "prefill", "decode"]
 Policy: TypeAlias = Literal["fail", "recompute"]
 Routing: TypeAlias = Literal["round_robin", "least_loaded"]
@@ -73,23 +74,33 @@ class ConnectorConfig:
 
     kind: ConnectorKind = "none"
     kv_load_failure_policy: Policy | None = None
-    options: MooncakeConfig | OffloadingConfig | None = None
+    options: MooncakeConfig | OffloadingConfig | MultiConfig | None = None
 
     def __post_init__(self) -> None:
         assert (self.kind == "mooncake") == isinstance(self.options, MooncakeConfig)
         assert (self.kind == "offloading") == isinstance(self.options, OffloadingConfig)
+        assert (self.kind == "multi") == isinstance(self.options, MultiConfig)
+
+    @property
+    def parts(self) -> list[str]:
+        """The connectors of an engine, in their order."""
+        if isinstance(self.options, MultiConfig):
+            return self.options.order
+        return [] if self.kind == "none" else [self.kind]
 
     @property
     def mooncake(self) -> MooncakeConfig:
-        """The options, where `kind` is `mooncake`."""
-        assert isinstance(self.options, MooncakeConfig)
-        return self.options
+        """The options, where it is one of `parts`."""
+        options = self.options.mooncake if isinstance(self.options, MultiConfig) else self.options
+        assert isinstance(options, MooncakeConfig)
+        return options
 
     @property
     def offloading(self) -> OffloadingConfig:
-        """The options, where `kind` is `offloading`."""
-        assert isinstance(self.options, OffloadingConfig)
-        return self.options
+        """The options, where it is one of `parts`."""
+        options = self.options.offloading if isinstance(self.options, MultiConfig) else self.options
+        assert isinstance(options, OffloadingConfig)
+        return options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,12 +208,13 @@ class ReplayConfig:
 
     def __post_init__(self) -> None:
         assert set(self.roles) == set(self.topology.roles)
-        if self.topology.is_disaggregated and self.connector.kind != "mooncake":
+        has_mooncake = "mooncake" in self.connector.parts
+        if self.topology.is_disaggregated and not has_mooncake:
             raise ConfigError(
                 f"connector.kind: prefill and decode instances need mooncake, got {self.connector.kind!r}"
             )
-        if self.connector.kind == "mooncake" and not self.topology.is_disaggregated:
-            raise ConfigError("connector.kind: mooncake needs topology.prefill and topology.decode")
+        if has_mooncake and not self.topology.is_disaggregated:
+            raise ConfigError(f"connector.kind: {self.connector.kind} needs topology.prefill and topology.decode")
         for role, config in self.roles.items():
             self._check_ranks(role)
             check_role(self.model, role, config)
@@ -234,6 +246,8 @@ class ReplayConfig:
         """Nested tables with every value spelled out: what roles share at the top, the rest per role."""
         connector = _table(self.connector)
         options = connector.pop("options") or {}
+        for name in self.connector.parts if self.connector.kind == "multi" else ():
+            options.update(options.pop(name))
         document: dict[str, Any] = {
             "model": _table(self.model),
             "connector": {**connector, **options},

@@ -17,6 +17,7 @@ from typing import Any, Final
 from kvreplay.behaviour import DEFAULT_PROFILE, Behaviour, nearest
 from kvreplay.behaviour import profile as profile_named
 from kvreplay.connectors.mooncake.config import MooncakeConfig
+from kvreplay.connectors.multi.config import MultiConfig
 from kvreplay.connectors.offloading.config import OffloadingConfig
 from kvreplay.engine.config import CacheConfig, SchedulerConfig
 from kvreplay.errors import ConfigError
@@ -292,6 +293,7 @@ def _settable() -> dict[str, Any]:
         keys = {**field_types(record, without=_FROM_ELSEWHERE.get(section, ())), **_EXTRA_KEYS.get(section, {})}
         for key, hint in keys.items():
             known[f"{section}.{key}"] = hint
+    known["connector.connectors"] = field_types(MultiConfig)["connectors"]
     for options in _OPTIONS.values():
         known.update({f"connector.{key}": hint for key, hint in field_types(options).items()})
     del known["model.groups"]  # tables, not one value
@@ -364,12 +366,29 @@ def _build_model(table: Document, where: str) -> ModelConfig:
 
 def _build_connector(table: Document, where: str) -> ConnectorConfig:
     kind = convert(table.get("kind", "none"), ConnectorKind, f"{where} kind")
-    if kind not in _OPTIONS:
+    if kind == "none":
         return build(ConnectorConfig, table, where, extra={"options": None})
+    if kind == "multi":
+        return _build_multi(table, where)
     own = field_types(_OPTIONS[kind])
     common = field_types(ConnectorConfig, without=("options",))
     check_keys(table, [*common, *own], where)
     options: object = build(_OPTIONS[kind], {key: value for key, value in table.items() if key in own}, where)
+    shared = {key: value for key, value in table.items() if key in common}
+    return build(ConnectorConfig, shared, where, extra={"options": options})
+
+
+def _build_multi(table: Document, where: str) -> ConnectorConfig:
+    """The options of all its connectors stand in one table."""
+    common = field_types(ConnectorConfig, without=("options",))
+    own = {name: field_types(record) for name, record in _OPTIONS.items()}
+    order = field_types(MultiConfig, without=tuple(own))
+    check_keys(table, [*common, *order, *(key for keys in own.values() for key in keys)], where)
+    children: Document = {
+        name: build(record, {key: value for key, value in table.items() if key in own[name]}, where)
+        for name, record in _OPTIONS.items()
+    }
+    options = build(MultiConfig, {key: value for key, value in table.items() if key in order}, where, extra=children)
     shared = {key: value for key, value in table.items() if key in common}
     return build(ConnectorConfig, shared, where, extra={"options": options})
 

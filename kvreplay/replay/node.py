@@ -6,12 +6,13 @@ from typing import Any, Final
 
 from kvreplay.behaviour import Behaviour
 from kvreplay.connectors.mooncake import addresses
-from kvreplay.connectors.mooncake.rank_group import MooncakeWorkers, start_workers
+from kvreplay.connectors.mooncake.rank_group import start_workers
 from kvreplay.connectors.mooncake.scheduler import MooncakeScheduler
 from kvreplay.connectors.mooncake.sharding import Sharding
-from kvreplay.connectors.offloading.workers import OffloadingWorkers
+from kvreplay.connectors.multi.scheduler import MultiScheduler
+from kvreplay.connectors.multi.workers import MultiWorkers
 from kvreplay.engine.accounts import RecomputeAccounts
-from kvreplay.engine.connector import SchedulerConnector
+from kvreplay.engine.connector import EngineWorkers, SchedulerConnector
 from kvreplay.engine.history.skipped_waiting import scheduler_kind
 from kvreplay.engine.instance import Counters, Instance
 from kvreplay.engine.log import EngineLog
@@ -94,7 +95,7 @@ class Node:
         self._around = surroundings
         self._counters = Counters()
         self.instance: Instance
-        self.worker: MooncakeWorkers | OffloadingWorkers | None = None
+        self.worker: EngineWorkers | None = None
         self.offload: Offload | None = None
         self._start()
         surroundings.bus.control(name, self.command)
@@ -182,28 +183,37 @@ class Node:
     def _connector(self, kv: KVCacheManager, log: EngineLog) -> SchedulerConnector | None:
         """The connector's half in the scheduler."""
         around = self._around
-        match around.config.connector.kind:
-            case "mooncake":
-                return MooncakeScheduler(self.kv_role, around.config.model.groups, around.behaviour)
-            case "offloading":
-                self.offload = Offload(
-                    self.name,
-                    kv=kv,
-                    num_keys=around.index.num_keys,
-                    config=around.config.connector.offloading,
-                    behaviour=around.behaviour,
-                    bus=around.bus,
-                    log=log,
-                    on_report=lambda: self.instance.poke(),
-                )
-                return self.offload.scheduler
-        return None
+        halves: list[SchedulerConnector] = []
+        for part in around.config.connector.parts:
+            if part == "mooncake":
+                halves.append(MooncakeScheduler(self.kv_role, around.config.model.groups, around.behaviour))
+                continue
+            self.offload = Offload(
+                self.name,
+                kv=kv,
+                num_keys=around.index.num_keys,
+                config=around.config.connector.offloading,
+                behaviour=around.behaviour,
+                bus=around.bus,
+                log=log,
+                on_report=lambda: self.instance.poke(),
+            )
+            halves.append(self.offload.scheduler)
+        if len(halves) > 1:
+            return MultiScheduler(halves)
+        return halves[0] if halves else None
 
-    def _workers(self, model: WorkerModel | None) -> MooncakeWorkers | OffloadingWorkers:
+    def _workers(self, model: WorkerModel | None) -> EngineWorkers:
         """Its half in the ranks."""
         memory: KVMemory = model if model is not None else NullMemory()
-        if self.offload is None:
-            return self._mooncake(memory)
+        parts = [
+            self._mooncake(memory) if part == "mooncake" else self._offload_workers(model, memory)
+            for part in self._around.config.connector.parts
+        ]
+        return parts[0] if len(parts) == 1 else MultiWorkers(parts)
+
+    def _offload_workers(self, model: WorkerModel | None, memory: KVMemory) -> EngineWorkers:
+        assert self.offload is not None
         groups = self._around.config.model.groups
         num_words = 0 if model is None else max(words_per_block(group) for group in groups)
         return self.offload.start_workers([memory], num_words)
@@ -219,7 +229,7 @@ class Node:
         buffers = make_buffers(scheduler.pool.num_blocks, around.config.model.groups, shares)
         return WorkerModel(scheduler, buffers, every_read=around.config.kv.check == "every-read")
 
-    def _mooncake(self, memory: KVMemory) -> MooncakeWorkers:
+    def _mooncake(self, memory: KVMemory) -> EngineWorkers:
         around = self._around
         tp_size, pp_size = around.config.topology.parallel_sizes(self.role)
         return start_workers(

@@ -17,17 +17,17 @@ def tiers(frame: pl.DataFrame, usage: pl.DataFrame) -> Tiers | None:
     if "num_cpu_chunks" not in highest:
         return None
     total = dict(usage.group_by("status").agg(pl.col("grown").sum()).rows())
-    loads = rows_of(frame, ["load.started", "load.failed"], "kind", "num_tokens", "status").collect()
-    started = loads.filter(pl.col("kind") == "load.started", pl.col("status").is_not_null())
+    loads = _loads(frame)
+    started = loads.filter(pl.col("kind") == "load.started")
     failed = int(loads.filter(pl.col("kind") == "load.failed")["num_tokens"].sum())
-    by_tier = dict(started.group_by("status").agg(pl.col("num_tokens").sum()).sort("status").rows())
+    by_tier = dict(started.group_by("tier").agg(pl.col("num_tokens").sum()).sort("tier").rows())
     return Tiers(
         hit_tokens={GPU: total.get("hit_tokens", 0), **by_tier},
         saved_tokens=max(0, sum(by_tier.values()) - failed),
         cpu_chunks=highest["num_cpu_chunks"],
         peak_cpu_chunks=highest.get("cpu_chunks", 0),
-        stored=_direction(total, "store", _jobs(frame, "store")),
-        loaded=_direction(total, "load", _jobs(frame, "load")),
+        stored=_direction(total, "store", rows_of(frame, _kinds("store"), "kind").collect()),
+        loaded=_direction(total, "load", loads),
         flushed_jobs=total.get("flushed_jobs", 0),
         refused_offers=total.get("refused_offers", 0),
         evicted_chunks=_evicted(frame),
@@ -40,19 +40,26 @@ def _by_name(usage: pl.DataFrame, value: pl.Expr) -> dict[str, int]:
     return dict(each.group_by("status").agg(pl.col("result").sum()).rows())
 
 
-def _jobs(frame: pl.DataFrame, what: str) -> dict[str, int]:
-    kinds = [f"{what}.started", f"{what}.finished", f"{what}.failed"]
-    rows = rows_of(frame, kinds, "kind").collect()
-    return {kind.partition(".")[2]: count for kind, count in rows.group_by("kind").len().rows()}
+def _kinds(what: str) -> list[str]:
+    return [f"{what}.{outcome}" for outcome in ("started", "finished", "failed")]
 
 
-def _direction(total: dict[str, int], what: str, jobs: dict[str, int]) -> Direction:
+def _loads(frame: pl.DataFrame) -> pl.DataFrame:
+    """Loads from a tier: kind, num_tokens, tier. What follows a load's start is about that load."""
+    rows = rows_of(frame, _kinds("load"), "instance", "request_id", "kind", "num_tokens", "status").collect()
+    source = pl.when(pl.col("kind") == "load.started").then(pl.col("status").fill_null(""))
+    tier = source.forward_fill().over("instance", "request_id")
+    return rows.select("kind", "num_tokens", tier=tier).filter(pl.col("tier") != "")
+
+
+def _direction(total: dict[str, int], what: str, jobs: pl.DataFrame) -> Direction:
+    count = dict(jobs.group_by("kind").len().rows())
     return Direction(
         bytes=total.get(f"{what}_bytes", 0),
         seconds=total.get(f"{what}_ns", 0) / NS_PER_S,
-        started=jobs.get("started", 0),
-        finished=jobs.get("finished", 0),
-        failed=jobs.get("failed", 0),
+        started=count.get(f"{what}.started", 0),
+        finished=count.get(f"{what}.finished", 0),
+        failed=count.get(f"{what}.failed", 0),
     )
 
 

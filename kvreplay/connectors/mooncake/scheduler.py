@@ -179,9 +179,6 @@ class MooncakeScheduler(PlainSchedulerHalf):
         self._reqs_need_send[request.request_id] = (request, self._clip(block_ids))
         return True
 
-    def reset_cache(self) -> bool:
-        return False
-
     def _clip(self, block_ids: Sequence[Sequence[int]]) -> _Blocks:
         """Of a sliding-window group only the window's blocks, and one for the overlap, are worth moving."""
         if len(block_ids) == 0:

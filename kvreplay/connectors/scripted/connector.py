@@ -135,9 +135,6 @@ class ScriptedConnector(PlainSchedulerHalf):
             return True
         return False
 
-    def reset_cache(self) -> bool:
-        return True
-
     def _later(self, steps: int, kind: str, what: object) -> None:
         self._pending.append((self.step + steps, kind, what))
 

@@ -1,0 +1,1 @@
+"""Several connectors in one engine (vLLM: multi_connector.py)."""
