@@ -53,7 +53,10 @@ class _Copy:
 
 
 class CopyQueues:
-    """A state machine. `bounds_copies`: one that takes too long is given up, and its queue goes on."""
+    """A state machine. `bounds_copies`: one that takes too long is given up, and its queue goes on.
+
+    `announces`: whether an end is a message, which somebody may want to lose or change.
+    """
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class CopyQueues:
         size_of: Callable[[TransferJob], int],
         move: MoveWords,
         bounds_copies: bool = False,
+        announces: Callable[[], bool] = lambda: True,
     ) -> None:
         self.outbox: list[Envelope] = []
         self.now_ns = 0
@@ -73,6 +77,7 @@ class CopyQueues:
         self._address = address
         self._size_of = size_of
         self._move = move
+        self._announces = announces
         self._timeout_ns = nanoseconds(config.copy_timeout) if bounds_copies else None
         self._deadlines = Deadlines()
         self._queues: dict[str, deque[_Copy]] = {queue: deque() for queue in QUEUES}
@@ -191,6 +196,9 @@ class CopyQueues:
         job = copy.job
         cause = None if copy.is_good else "checksum mismatch"
         result = CopyResult(job.job_id, copy.is_good, cause, copy.queue)
+        if not self._announces():
+            self._settle(copy, result)
+            return
         self.outbox.append(
             Envelope(
                 kind=COPY_DONE,

@@ -1,7 +1,6 @@
 """The scheduler's half of the OffloadingConnector (vLLM: offloading/scheduler.py, OffloadingConnectorScheduler)."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Protocol
 
 import numpy as np
@@ -198,10 +197,10 @@ class OffloadingScheduler:
         """Orders for the workers; what was gathered in this step is spent."""
         self._update_states(step)
         self._flush_preempted(step.preempted)
-        allocated = self._allocated_set() if self.ledger.fences or step.finished else set()
-        self._jobs_to_flush |= self.ledger.fenced_by(allocated)
+        if self.ledger.fences:
+            self._jobs_to_flush |= self.ledger.fenced_by(self._allocated_set())
         store_jobs = {job.job_id: job for job in self._handoffs.build(step, self.states)}
-        store_jobs.update(self._build_stores(step, allocated))
+        store_jobs.update(self._build_stores(step))
         self.lookup_version += bool(store_jobs or self.load_jobs)
         metadata = OffloadingConnectorMetadata(self.load_jobs, store_jobs, self._jobs_to_flush, step.has_forward)
         if self._observer is not None and metadata:
@@ -292,8 +291,8 @@ class OffloadingScheduler:
         """What the sources of a load are asked by; all come from the CPU tier where there is no other."""
         return () if self.manager.lookup_is_pure else self.ledger.jobs[job.job_id].keys.tolist()
 
-    def _build_stores(self, step: OffloadStep, allocated: AbstractSet[int]) -> dict[int, TransferJob]:
-        """Requests in scheduling order, then those that have ended. `allocated`: blocks given out in this step."""
+    def _build_stores(self, step: OffloadStep) -> dict[int, TransferJob]:
+        """Requests in scheduling order, then those that have ended."""
         jobs: dict[int, TransferJob] = {}
         shares = [*step.requests, *(StepRequest(req_id, 0, 0, None) for req_id in step.finished)]
         for share in shares:
@@ -308,7 +307,7 @@ class OffloadingScheduler:
                 # Its blocks have been freed already: some may belong to others as of this step.
                 deferred = self.ledger.jobs[job.job_id].deferred_fence
                 self.ledger.fence(job.job_id, deferred)
-                if not allocated.isdisjoint(listed(deferred)):
+                if not self._allocated_set().isdisjoint(listed(deferred)):
                     self._jobs_to_flush.add(job.job_id)
         return jobs
 

@@ -67,6 +67,8 @@ class StoreBuilder:
         self._on_allocation_failure = on_allocation_failure
         self._clamps_aborted = behaviour.abort_clamp == "blocks"
         self._keeps_last_at_end = behaviour.eagle_lookup == "narrow"
+        self._ends_matter = any(group.is_windowed or group.is_drafter for group in layout.groups)
+        """Whether a request's end has more to offer than its last step: of windows and drafters."""
         self._masks = tuple(
             StoreMask(
                 group,
@@ -92,7 +94,7 @@ class StoreBuilder:
         """Offer what is complete at the end of this share; the copy of what was accepted."""
         num_tokens = self.storable_tokens(state, self._tokens_after(state, share))
         has_ended = state.request.status.is_finished
-        if num_tokens == state.settled_tokens and not has_ended:
+        if num_tokens == state.settled_tokens and not (has_ended and self._ends_matter):
             return None
         ranges = [self._range(state, group_state, num_tokens) for group_state in state.groups]
         offers = [self._offer(state, index, chunks_range) for index, chunks_range in enumerate(ranges)]

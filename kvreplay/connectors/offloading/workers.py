@@ -20,7 +20,7 @@ from kvreplay.connectors.offloading.structs import OffloadingConnectorMetadata, 
 from kvreplay.connectors.offloading.worker import CopyResult, OffloadingWorker
 from kvreplay.kv.memory import KVMemory
 from kvreplay.sim.bus import Bus
-from kvreplay.sim.envelope import COPY_JOB, RANK_REPORT, Answer, Corruption, Envelope
+from kvreplay.sim.envelope import COPY_DONE, COPY_JOB, RANK_REPORT, Answer, Corruption, Envelope
 from kvreplay.sim.event_loop import FOREVER_NS
 from kvreplay.transport.handover import hand_over
 from kvreplay.transport.virtual import VirtualDriver
@@ -78,6 +78,7 @@ class _Rank:
             size_of=self._size_of,
             move=move,
             bounds_copies=behaviour.acknowledgements == "checked",
+            announces=lambda: is_watched(bus, COPY_DONE),
         )
         self.driver = VirtualDriver(self.queues, bus, on_report=on_report)
         # Failures are judged where the engine collects reports.
