@@ -193,6 +193,17 @@ SWITCHES: Final[dict[str, Switch]] = {
             ideal="settle",
         ),
         _switch(
+            "mooncake_sender_tasks",
+            "mooncake_connector.py _sender_worker: a task keeps a pull until its last reply",
+            {
+                "hold": "a pull that waits for its request keeps one of the producer's sender tasks: enough of them, "
+                "and nobody else is served",
+                "release": "only pulls that are being written keep one",
+            },
+            v0_33="hold",
+            ideal="release",
+        ),
+        _switch(
             "mooncake_listener",
             "mooncake_connector.py _mooncake_sender_listener: unpacks two frames",
             {

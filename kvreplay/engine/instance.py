@@ -206,6 +206,17 @@ class Instance:
         self._num_to_evict += num_blocks
         self.poke()
 
+    def has_unfinished(self, request_id: str) -> bool:
+        request = self.scheduler.requests.get(request_id)
+        if request is not None:
+            return not request.status.is_finished
+        return any(arrival.request_id == request_id for arrival in self._arrivals)
+
+    def die(self, death: EngineFatal) -> None:
+        """An exception outside its steps ends the engine core."""
+        if not self.is_dead:
+            self._die(death)
+
     def kill(self, cause: str) -> None:
         """The process is gone: every live request on it fails, nothing is sent any more."""
         if self.is_dead:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvreplay.events import Event, EventSink
 from kvreplay.faults.choice import Choice, Window
@@ -13,6 +13,8 @@ from kvreplay.faults.verb import ActionVerb, Order
 from kvreplay.sim.envelope import Command
 from kvreplay.sim.event_loop import EventLoop, Timer
 
+PRODUCER: Final = "producer"
+"""Target of an action on the instance that an event's request is pulled from."""
 Carrier = Callable[[str, Command], bool]
 """(control address, command) → whether it was carried out."""
 
@@ -57,13 +59,14 @@ class ActionFault:
 
     def _hit_request(self, event: Event) -> None:
         request_id, instance = event.request_id, event.instance
+        actor = event.peer if self.fault.row.target == PRODUCER else instance
         if request_id is None or request_id in self._decided or event.time_ns not in self.window:
             return
         if matches_any(self.fault.request, [request_id]) and matches_any(self.fault.instance, [instance or ""]):
             self._decided[request_id] = None
             if self._choice.decide(request_id):
                 orders = self._verb.orders(self.fault.settings, request_id)
-                self._schedule(_Firing(request_id, request_id, instance), orders, event.time_ns)
+                self._schedule(_Firing(request_id, request_id, actor), orders, event.time_ns)
 
     def _hit_instances(self, time_ns: int) -> None:
         """The moment has come once more. Without `p`, `nth` or `count` only the first time counts."""

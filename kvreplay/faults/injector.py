@@ -14,11 +14,12 @@ from kvreplay.faults.patterns import EventPattern
 from kvreplay.faults.plan import FaultPlan
 from kvreplay.faults.record import FaultStatistics, Record
 from kvreplay.faults.registry import VERBS
-from kvreplay.faults.setup import ArrivalFault
+from kvreplay.faults.setup import ArrivalFault, StartupFault
 from kvreplay.faults.spec import Fault
 from kvreplay.faults.topology import TopologyInfo
 from kvreplay.faults.verb import ActionVerb, MessageVerb
 from kvreplay.sim.bus import Bus
+from kvreplay.sim.catalogue import Death
 from kvreplay.sim.envelope import Command, Delivery, Envelope
 from kvreplay.sim.event_loop import EventLoop
 
@@ -58,6 +59,7 @@ class Injector:
         self._messages: list[MessageFault] = []
         self._actions: list[ActionFault] = []
         self._arrivals: list[ArrivalFault] = []
+        self._startups: list[StartupFault] = []
         self._config_records: list[Record] = []
         self._records = [self._take_on(fault, seed, watched_sink) for fault in plan]
         self.blame = Blame([record.hits for record in self._records])
@@ -86,6 +88,9 @@ class Injector:
         if fault.row.rewrite is not None:
             self._arrivals.append(arrival := ArrivalFault(fault, seed, sink))
             return arrival.record
+        if fault.row.dies_of is not None:
+            self._startups.append(startup := StartupFault(fault, sink))
+            return startup.record
         self._config_records.append(record := Record(fault, sink))
         return record
 
@@ -155,6 +160,14 @@ class Injector:
         for arrival in self._arrivals:
             params = arrival.apply(params, request_id, instance, self._loop.now_ns)
         return params
+
+    def death_at_start(self, instances: Mapping[str, str], instance: str) -> Death | None:
+        """What this one of the run's instances (id → `kv_role`) dies of while it starts; None: nothing."""
+        for startup in self._startups:
+            death = startup.death_of(instance, instances, self._loop.now_ns)
+            if death is not None:
+                return death
+        return None
 
     # -- events ------------------------------------------------------------------------------------------
 
@@ -231,6 +244,7 @@ class Injector:
             self._bus.command(instance, Command("restart", {"identity": "new"}))
         self._down.clear()
         self._arrivals.clear()
+        self._startups.clear()
 
     @property
     def num_held(self) -> int:

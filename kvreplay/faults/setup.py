@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvreplay.events import EventSink
+from kvreplay.faults.action import targets_of
 from kvreplay.faults.choice import Choice, Window
 from kvreplay.faults.patterns import matches_any
 from kvreplay.faults.plan import FaultPlan
 from kvreplay.faults.record import Record
 from kvreplay.faults.spec import Fault
+from kvreplay.sim.catalogue import Death
 
 
 class ArrivalFault:
@@ -37,6 +39,24 @@ class ArrivalFault:
             return params
         self.record.fire(request_id, now_ns, [request_id], instance=instance)
         return rewritten
+
+
+class StartupFault:
+    """One `startup` fault of the plan: an instance that it hits never comes up, until it is started again."""
+
+    def __init__(self, fault: Fault, sink: EventSink) -> None:
+        assert fault.row.dies_of is not None, fault.name
+        self.fault = fault
+        self.record = Record(fault, sink)
+        self._dies_of = fault.row.dies_of
+        self._hit: dict[str, None] = {}
+
+    def death_of(self, instance: str, instances: Mapping[str, str], now_ns: int) -> Death | None:
+        if instance in self._hit or instance not in targets_of(self.fault, instances):
+            return None
+        self._hit[instance] = None
+        self.record.fire(instance, now_ns, [], instance=instance)
+        return self._dies_of(self.fault.settings, instance)
 
 
 class Override(NamedTuple):

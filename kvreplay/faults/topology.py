@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 from kvreplay.behaviour import nearest
 from kvreplay.errors import ConfigError
-from kvreplay.faults.action import moment_of
+from kvreplay.faults.action import PRODUCER, moment_of
 from kvreplay.faults.patterns import SERVING, EventPattern, matches_any
 from kvreplay.faults.plan import FaultPlan
 from kvreplay.faults.registry import VERBS
 from kvreplay.faults.spec import Fault
 from kvreplay.faults.verb import ActionVerb, MessageVerb, SetupVerb
+from kvreplay.sim.envelope import CLIENT_ARRIVAL, RANK_REPORT
 
 _ASKERS = ("kv_consumer", "kv_both")
 _GIVERS = ("kv_producer", "kv_both")
@@ -52,9 +53,13 @@ def _check_parts(fault: Fault, topology: TopologyInfo) -> None:
 
 def _check_instances(fault: Fault, topology: TopologyInfo) -> None:
     instances = topology.instances
-    pulls = fault.row.needs == "mooncake" and isinstance(VERBS[fault.row.verb], MessageVerb)
+    row, verb = fault.row, VERBS[fault.row.verb]
+    # Of a pull's messages `instance` is the consumer's end, and `peer` the producer's.
+    pulls = row.needs == "mooncake" and isinstance(verb, MessageVerb) and row.target not in (CLIENT_ARRIVAL, RANK_REPORT)
     for key, glob, roles in (("instance", fault.instance, _ASKERS), ("peer", fault.peer, _GIVERS)):
         able = [name for name, role in instances.items() if not pulls or role in roles]
+        if row.verb == "startup" and row.target == PRODUCER:
+            able = [name for name, role in instances.items() if role in _GIVERS]
         if pulls and not able:
             raise ConfigError(f"{fault.origin}: no instance is a {' or '.join(roles)}")
         if not matches_any(glob, able):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from kvreplay.behaviour import Behaviour
@@ -49,7 +50,7 @@ class RunSettings:
 
 
 _COMMANDS: Final = frozenset(
-    {"abort", "crash", "restart", "preempt", "reset", "evict", "step-raises", "arrival", "config"}
+    {"abort", "crash", "restart", "preempt", "reset", "evict", "step-raises", "arrival", "config", "startup"}
 )
 
 
@@ -57,9 +58,7 @@ def topology_of(config: ReplayConfig, workload: Workload | None) -> TopologyInfo
     return TopologyInfo(
         instances={name: kv_role_of(role, config) for name, role in instance_names(config).items()},
         connectors=frozenset(config.connector.parts),
-        commands=frozenset(
-            {"abort", "crash", "restart", "preempt", "reset", "evict", "step-raises", "arrival", "config"}
-        ),
+        commands=_COMMANDS,
         request_ids=[arrival.request_id for arrival in workload.arrivals] if workload is not None else None,
         num_ranks=max(config.topology.num_ranks(role) for role in config.topology.roles),
         num_groups=len(config.model.groups),
@@ -79,7 +78,8 @@ class Cluster:
 
     def __init__(self, settings: RunSettings, workload: Workload, sink: EventSink) -> None:
         config = overridden(settings.config, settings.plan)
-        check_possible(settings.plan, topology_of(config, workload))
+        self._topology = topology_of(config, workload)
+        check_possible(settings.plan, self._topology)
         self.loop = EventLoop()
         self.bus = Bus(self.loop, LinkNetwork(config.network))
         self.injector = Injector(settings.plan, settings.seed, sink, self.loop, self.bus)
@@ -95,6 +95,7 @@ class Cluster:
             sink=self.sink,
             index=self.index,
             findings=self.findings,
+            death_at_start=partial(self.injector.death_at_start, self._topology.instances),
             sharding=config.sharding,
             single_steps=settings.single_steps,
             use_lockstep=settings.use_lockstep,
@@ -105,7 +106,6 @@ class Cluster:
         ]
         self.ends = Ends(self.nodes, self.loop, self.sink, self.injector.blame, self.findings)
         self.proxy = Proxy(workload, self.nodes, config.topology, self.bus, self.sink, self.injector.rewrite_params)
-        self._topology = topology_of(config, workload)
 
     def run(self, watch: Watch | None = None) -> None:
         """Both phases: with faults until nothing can change any more, then without, and at last the accounts."""

@@ -9,6 +9,7 @@ from kvreplay.connectors.mooncake import addresses
 from kvreplay.connectors.mooncake.rank_group import start_workers
 from kvreplay.connectors.mooncake.scheduler import MooncakeScheduler
 from kvreplay.connectors.mooncake.sharding import Sharding
+from kvreplay.connectors.mooncake.structs import FIRST_TOKEN_STOPS
 from kvreplay.connectors.multi.scheduler import MultiScheduler
 from kvreplay.connectors.multi.workers import MultiWorkers
 from kvreplay.engine.accounts import RecomputeAccounts
@@ -21,6 +22,7 @@ from kvreplay.engine.request import Request
 from kvreplay.engine.rules import SchedulerRules
 from kvreplay.engine.scheduler import Scheduler
 from kvreplay.engine.worker import WorkerModel
+from kvreplay.errors import EngineFatal
 from kvreplay.events import EventSink
 from kvreplay.kv.block_pool import BlockPool
 from kvreplay.kv.block_rows import words_per_block
@@ -30,8 +32,9 @@ from kvreplay.kv.memory import KVMemory, NullMemory
 from kvreplay.replay.config import ReplayConfig, Role
 from kvreplay.replay.findings import LiveFindings
 from kvreplay.replay.offload import Offload
-from kvreplay.replay.sampler import TraceSampler
+from kvreplay.replay.sampler import ANY_TOKEN, TraceSampler
 from kvreplay.sim.bus import Bus
+from kvreplay.sim.catalogue import Death
 from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
 
 _KV_ROLE: Final[Mapping[Role, str]] = {"prefill": "kv_producer", "decode": "kv_consumer"}
@@ -74,6 +77,7 @@ class Surroundings:
     sink: EventSink
     index: ContentIndex
     findings: LiveFindings
+    death_at_start: Callable[[str], Death | None] = lambda instance: None
     sharding: Sharding = field(default_factory=Sharding)
     """How the KV memory of all engines is cut into the shares of their ranks."""
     single_steps: bool = False
@@ -178,7 +182,18 @@ class Node:
         offload, accounts = self.offload, scheduler.accounts
         if offload is not None and accounts is not None:
             self.instance.more_usage = lambda: {"hit_tokens": accounts.num_hit_tokens, **offload.usage()}
-        around.bus.listen(self.api_address, self._receive)
+        death = around.death_at_start(self.name)
+        if death is None:
+            around.bus.listen(self.api_address, self._receive)
+        else:
+            self._fail_to_start(death)
+
+    def _fail_to_start(self, death: Death) -> None:
+        """It never comes up, though it may take a while to notice."""
+        if self.worker is not None:
+            self.worker.shutdown()
+        fatal = EngineFatal(death.exception, death.message)
+        self._around.bus.loop.call_later(death.after_ns, lambda: self.instance.die(fatal))
 
     def _connector(self, kv: KVCacheManager, log: EngineLog) -> SchedulerConnector | None:
         """The connector's half in the scheduler."""
@@ -285,6 +300,12 @@ class Node:
         if not self.is_up:
             return False
         match command.verb:
+            case "abort":
+                request_id = arguments["request_id"]
+                is_live = self.instance.has_unfinished(request_id)
+                if is_live:
+                    self.instance.abort(request_id)
+                return is_live
             case "preempt":
                 return self.instance.preempt(arguments["request_id"])
             case "reset":
@@ -318,9 +339,15 @@ class Node:
                 arrival_ns=self._around.bus.loop.now_ns,
                 priority=leg.priority,
                 kv_transfer_params=leg.params,
+                stop_token_ids=_stop_token_ids(leg.params),
             )
         )
 
     def _ended(self, request: Request) -> None:
         if self.on_end is not None:
             self.on_end(request.request_id)
+
+
+def _stop_token_ids(params: dict[str, Any] | None) -> tuple[int, ...]:
+    """The sampler's one token id, where a fault wants the first token to be a stop token."""
+    return (ANY_TOKEN,) if params and params.pop(FIRST_TOKEN_STOPS, None) else ()

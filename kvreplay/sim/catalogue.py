@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvreplay.events import Event
 from kvreplay.sim.envelope import Delivery, Envelope
@@ -23,6 +23,18 @@ Selects = Callable[[Envelope, Settings], bool]
 
 Rewrite = Callable[[Mapping[str, Any], Settings], dict[str, Any]]
 """(a request's `kv_transfer_params`, settings) → those that arrive."""
+
+
+class Death(NamedTuple):
+    """What an instance dies of: an exception's type and text, so long after it began to start."""
+
+    exception: str
+    message: str
+    after_ns: int = 0
+
+
+DiesOf = Callable[[Settings, str], Death]
+"""(settings, instance) → what it dies of while it starts."""
 
 Catches = Mapping[str, Callable[[Event], bool]]
 """Kind of event → whether it shows that its request shared the fate of a conversation that does not name it."""
@@ -56,7 +68,8 @@ class FaultRow:
 
     `verb` is a message verb (drop, delay, duplicate, reorder, replace, corrupt, partial) with `target` a
     message kind; an action verb (abort, crash, ...) with `target` a kind of control address (`client`,
-    `instance`); or `config` / `arrival` for set-up faults. `settings` come on top of the verb's own and may
+    `instance`, or `producer`: that of the triggering event's request); or `config` / `arrival` / `startup` for set-up
+    faults. `settings` come on top of the verb's own and may
     give those another default. `whole_conversation`: once chosen, every later message of that kind in the
     same conversation is hit too.
     """
@@ -74,6 +87,8 @@ class FaultRow:
     selects: Selects | None = None
     rewrite: Rewrite | None = None
     """What the set-up verb `arrival` does."""
+    dies_of: DiesOf | None = None
+    """What the set-up verb `startup` does."""
     opened_by: str = ""
     """Kind of the message that opens such a conversation and names all of its requests: it is remembered."""
     catches: Catches = field(default_factory=dict)

@@ -19,6 +19,8 @@ from kvreplay.verdict.model import Summary
 
 PUBLIC = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
 PART = 3_000
+_BEYOND_REQUESTS = ("mooncake.dup-transfer-id", "mooncake.role-mismatch")
+"""Parameters that are wrong beyond their own request: they end engines, or all share one transfer."""
 POLICIES = ["fail", "recompute"]
 
 
@@ -27,9 +29,11 @@ def every_fault(p: float) -> tuple[str, ...]:
     of_messages = [
         row.name
         for row in catalogue().values()
-        if row.needs == "mooncake" and (isinstance(VERBS[row.verb], MessageVerb) or row.rewrite is not None)
+        if row.needs == "mooncake"
+        and row.name not in _BEYOND_REQUESTS
+        and (isinstance(VERBS[row.verb], MessageVerb) or row.rewrite is not None)
     ]
-    return tuple(f"{name}:p={p}" for name in ["abort", *of_messages])
+    return tuple(f"{name}:p={p}" for name in ["abort", "mooncake.p-abort-while-waiting", *of_messages])
 
 
 def run(trace: Path, profile: str, policy: str, p: float, limit: int | None = None) -> Summary:

@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from kvreplay.connectors.mooncake.catalogue_ranks import PEERS, RANKS, WRITES
+from kvreplay.connectors.mooncake.catalogue_setup import MISFITS, PRODUCERS, STARTS
 from kvreplay.connectors.mooncake.plan import WriteSegment
 from kvreplay.connectors.mooncake.structs import (
     BootstrapAnswer,
@@ -683,4 +684,7 @@ ROWS: Final[tuple[FaultRow, ...]] = (
     *PEERS,
     *WRITES,
     *RANKS,
+    *PRODUCERS,
+    *MISFITS,
+    *STARTS,
 )

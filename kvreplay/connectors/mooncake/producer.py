@@ -76,6 +76,7 @@ class Producer:
         self._expires_placeholders = behaviour["mooncake_placeholder"] == "expire"
         self._fences = behaviour["transfer_fence"] == "attempt"
         self._accepts_unknown = behaviour["mooncake_unknown_transfer"] == "accept"
+        self._releases_tasks = behaviour["mooncake_sender_tasks"] == "release"
         self._settles_broken = behaviour["mooncake_broken_send"] == "settle"
         self._survives_strays = behaviour["mooncake_listener"] == "survive"
         self._identity = identity
@@ -113,6 +114,8 @@ class Producer:
         self._finished_sending: dict[str, None] = {}
         self._overdue: dict[str, SendBlockMeta] = {}
         """Transfers whose time is up: the next poll frees those that are not being sent."""
+        self._shared: OrderedDict[str, None] = OrderedDict()
+        """Transfer ids that two requests have claimed: nobody can tell whose blocks a pull means."""
         self._gone: OrderedDict[str, None] = OrderedDict()
         self.configure(config)
 
@@ -224,11 +227,24 @@ class Producer:
             self.entries[transfer_id] = SendBlockMeta(p_req_id, transfer_id, announced_by=p_req_id)
         elif entry.announced_by is None:
             entry.announced_by = p_req_id
+        elif self._accepts_unknown and entry.owner != p_req_id:
+            self._refuse_shared(entry)
+
+    def _refuse_shared(self, entry: SendBlockMeta) -> None:
+        """Two live requests have one transfer id: neither is sent, rather than one to the other's consumer."""
+        _keep_last(self._shared, entry.transfer_id)
+        if self._remove(entry.transfer_id) is not None and entry.ready:
+            self._finished_sending[entry.p_req_id] = None
+        entry.dropped = True
+        self._woken.update(entry.waiters)
 
     def _finish(self, p_req_id: str, transfer_id: str, block_ids: Sequence[Sequence[int]], now_ns: int) -> bool:
         """The request's blocks are there to be sent. False: nobody knows the transfer, and the step's rest is lost."""
         entry = self.entries.get(transfer_id)
         if self._accepts_unknown:
+            if transfer_id in self._shared:
+                self._finished_sending[p_req_id] = None
+                return True
             if entry is None:
                 self._gone.pop(transfer_id, None)
                 entry = self.entries[transfer_id] = SendBlockMeta(p_req_id, transfer_id)
@@ -273,9 +289,7 @@ class Producer:
         return entry
 
     def _remember_gone(self, transfer_id: str) -> None:
-        self._gone[transfer_id] = None
-        if len(self._gone) > _MAX_GONE:
-            self._gone.popitem(last=False)
+        _keep_last(self._gone, transfer_id)
 
     # -- what the scheduler hears -------------------------------------------------------------------------
 
@@ -328,8 +342,14 @@ class Producer:
     # -- servicing pulls ----------------------------------------------------------------------------------
 
     def _start_queued(self, now_ns: int) -> None:
-        while self._queue and len(self._services) < self._config.num_sender_tasks and not self._is_deaf:
+        while self._queue and self._num_busy() < self._config.num_sender_tasks and not self._is_deaf:
             self._start_service(self._queue.popleft(), now_ns)
+
+    def _num_busy(self) -> int:
+        """Sender tasks that have a pull, waiting or not."""
+        if not self._releases_tasks:
+            return len(self._services)
+        return sum(service.write is not None for service in self._services)
 
     def _start_service(self, envelope: Envelope, now_ns: int) -> None:
         try:
@@ -384,7 +404,7 @@ class Producer:
         entry = self.entries.get(transfer_id)
         if entry is None:
             entry = SendBlockMeta("", transfer_id)
-            if transfer_id in self._gone:
+            if transfer_id in self._gone or transfer_id in self._shared:
                 entry.dropped = True
             else:
                 self.entries[transfer_id] = entry
@@ -597,3 +617,9 @@ class Producer:
 
 def _pull_of(payload: MooncakeXferMetadata | bytes) -> MooncakeXferMetadata:
     return payload if isinstance(payload, MooncakeXferMetadata) else decode_request(payload)
+
+
+def _keep_last(transfers: OrderedDict[str, None], transfer_id: str) -> None:
+    transfers[transfer_id] = None
+    if len(transfers) > _MAX_GONE:
+        transfers.popitem(last=False)

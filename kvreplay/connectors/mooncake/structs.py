@@ -20,6 +20,8 @@ STRAY_FRAMES: Final = "stray.frames"
 """Kind of a message to a producer's socket that is no pull; its payload is its frames, without the identity."""
 BOOTSTRAP_REGISTER: Final = "bootstrap.register"
 """Kind of a producer's registration with its bootstrap server."""
+FIRST_TOKEN_STOPS: Final = "_first_token_stops"
+"""In a request's `kv_transfer_params`: its first token is a stop token. Only a fault says so."""
 CONNECTION_CLOSED: Final = "connection.closed"
 """Kind of the notice that the peer of an open pull is gone. No fault acts on it; only `pull_wait=bounded` hears it."""
 

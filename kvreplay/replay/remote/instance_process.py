@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from kvreplay.behaviour import Behaviour
@@ -20,7 +21,7 @@ from kvreplay.faults.injector import Injector
 from kvreplay.faults.plan import make_plan
 from kvreplay.kv.content_index import ContentIndex
 from kvreplay.kv.specs import resolve_block_sizes
-from kvreplay.replay.cluster import SAMPLE_NS
+from kvreplay.replay.cluster import SAMPLE_NS, topology_of
 from kvreplay.replay.config_load import config_from_json
 from kvreplay.replay.ends import Ends
 from kvreplay.replay.findings import LiveFindings
@@ -81,6 +82,7 @@ class InstanceProcess:
             sink=sink,
             index=index,
             findings=findings,
+            death_at_start=partial(self.injector.death_at_start, topology_of(config, workload).instances),
             sharding=config.sharding,
         )
         roles = instance_names(config)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any, Final
@@ -28,7 +29,7 @@ from kvreplay.replay.overrides import overridden
 from kvreplay.replay.proxy import Proxy
 from kvreplay.replay.remote import messages
 from kvreplay.sim.bus import Bus, owner_of
-from kvreplay.sim.envelope import CLIENT_ABORT, Command, Envelope
+from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
 from kvreplay.sim.event_loop import EventLoop
 from kvreplay.trace.workload import Workload
 from kvreplay.transport.paced import PacedLoop
@@ -144,6 +145,17 @@ class _ProxyBus(Bus):
         self._nodes = nodes
 
     def post(self, envelope: Envelope) -> None:
+        interceptor = self.interceptor
+        deliveries = None
+        if interceptor is not None and envelope.kind == CLIENT_ARRIVAL and CLIENT_ARRIVAL in interceptor.kinds:
+            deliveries = interceptor.intercept(envelope, self.loop.now_ns)
+        if deliveries is None:
+            self._send_over(envelope)
+            return
+        for delivery in deliveries:
+            self.loop.call_later(delivery.delay_ns, partial(self._send_over, delivery.envelope))
+
+    def _send_over(self, envelope: Envelope) -> None:
         node = self._nodes[owner_of(envelope.destination)]
         if not node.is_up:
             self.loop.call_later(0, lambda: self._refuse(envelope))
@@ -269,7 +281,7 @@ class RemoteCluster:
         for node in self._nodes.values():
             node.tell(messages.Start(start_s=start_s))
         self.paced.start(start_s)
-        self.injector.arm_actions(self._topology)
+        self.injector.arm(self._topology)
         self.proxy.start()
 
     def _end(self) -> None:
