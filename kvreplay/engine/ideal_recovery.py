@@ -15,6 +15,7 @@ from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.cache_manager import KVCacheManager
+from kvreplay.kv.managers.base import KVGroupManager
 from kvreplay.kv.specs import cdiv
 
 if TYPE_CHECKING:
@@ -60,28 +61,46 @@ def _bad_blocks(kv: KVCacheManager, tables: Sequence[BlockIds], bad: BlockIds, c
 
 def _valid_tokens(kv: KVCacheManager, request: Request, bad: BlockIds, computed: int) -> int:
     """The longest prefix of `computed` tokens that the request can go on from."""
-    aligned = computed // kv.block_size * kv.block_size
-    candidates: list[int] = [computed, *range(aligned, 0, -kv.block_size)]
-    for num_tokens in candidates:
-        if num_tokens > 0 and _is_valid(kv, request, bad, num_tokens, is_cut=num_tokens < computed):
+    columns = [
+        _Column(manager, request, bad)
+        for manager in kv.managers
+        if manager.spec.prefix_cacheable  # the others are computed again, or empty at such a place
+    ]
+    if all(column.is_valid(computed, is_cut=False) for column in columns):
+        return computed
+    longest = min([computed, *(column.longest for column in columns)])
+    for num_tokens in range(longest // kv.block_size * kv.block_size, 0, -kv.block_size):
+        if all(column.is_valid(num_tokens, is_cut=num_tokens < computed) for column in columns):
             return num_tokens
     return 0
 
 
-def _is_valid(kv: KVCacheManager, request: Request, bad: BlockIds, num_tokens: int, *, is_cut: bool) -> bool:
-    for manager in kv.managers:
-        if not manager.spec.prefix_cacheable:
-            continue  # computed again, or empty at such a place
-        if is_cut and not manager.spec.is_attention:
-            return False  # a table of states does not go back
+class _Column:
+    """One group's blocks of a request, and how many of them cannot be gone on from, counted from the start."""
+
+    def __init__(self, manager: KVGroupManager, request: Request, bad: BlockIds) -> None:
         table = manager.tables.get(request.request_id)
-        needed = slice(
-            max(manager.skipped_tokens(num_tokens), 0) // manager.block_size, cdiv(num_tokens, manager.block_size)
-        )
-        ids = table.ids[needed] if table is not None else bad[:0]
-        if len(ids) < needed.stop - needed.start or (ids == NULL_BLOCK_ID).any() or np.isin(ids, bad).any():
-            return False
-    return True
+        ids = table.ids if table is not None else bad[:0]
+        is_unusable = np.isin(ids, bad) | (ids == NULL_BLOCK_ID)
+        self._manager = manager
+        self._num_unusable = np.concatenate([[0], np.cumsum(is_unusable)])
+        self._num_blocks = len(ids)
+        self._is_attention = manager.spec.is_attention
+
+    @property
+    def longest(self) -> int:
+        """No longer prefix is valid: a group that keeps every block needs all of them."""
+        if not self._manager.spec.is_full_attention:
+            return self._num_blocks * self._manager.block_size
+        return int(np.searchsorted(self._num_unusable, 0, side="right") - 1) * self._manager.block_size
+
+    def is_valid(self, num_tokens: int, *, is_cut: bool) -> bool:
+        if num_tokens <= 0 or (is_cut and not self._is_attention):
+            return False  # a table of states does not go back
+        manager = self._manager
+        first = max(manager.skipped_tokens(num_tokens), 0) // manager.block_size
+        last = cdiv(num_tokens, manager.block_size)
+        return last <= self._num_blocks and bool(self._num_unusable[last] == self._num_unusable[first])
 
 
 def _forget_from(kv: KVCacheManager, request: Request, num_tokens: int) -> list[int]:
