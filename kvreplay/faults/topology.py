@@ -55,7 +55,9 @@ def _check_instances(fault: Fault, topology: TopologyInfo) -> None:
     instances = topology.instances
     row, verb = fault.row, VERBS[fault.row.verb]
     # Of a pull's messages `instance` is the consumer's end, and `peer` the producer's.
-    pulls = row.needs == "mooncake" and isinstance(verb, MessageVerb) and row.target not in (CLIENT_ARRIVAL, RANK_REPORT)
+    pulls = (
+        row.needs == "mooncake" and isinstance(verb, MessageVerb) and row.target not in (CLIENT_ARRIVAL, RANK_REPORT)
+    )
     for key, glob, roles in (("instance", fault.instance, _ASKERS), ("peer", fault.peer, _GIVERS)):
         able = [name for name, role in instances.items() if not pulls or role in roles]
         if row.verb == "startup" and row.target == PRODUCER:
