@@ -393,6 +393,27 @@ SWITCHES: Final[dict[str, Switch]] = {
             ideal="bound",
         ),
         _switch(
+            "simple_cpu_lookup",
+            "vllm#39702, vllm#42289; v1/simple_kv_offload/manager.py update_state_after_alloc",
+            {
+                "again": "what was found is looked up once more when the request gets its blocks: if a part has gone, "
+                "assertion",
+                "pin": "what was found is pinned until then (0.33.0)",
+            },
+            v0_33="pin",
+            ideal="pin",
+        ),
+        _switch(
+            "simple_cpu_copy_error",
+            "v1/simple_kv_offload/copy_backend.py: the thread's loop catches nothing",
+            {
+                "dies": "an exception ends the copy thread: later copies never complete, and nobody is told",
+                "fails": "it fails its own job",
+            },
+            v0_33="dies",
+            ideal="fails",
+        ),
+        _switch(
             "reset_while_loading",
             "scheduler.py reset_prefix_cache: RuntimeError after the running requests have been preempted",
             {

@@ -12,7 +12,7 @@ from kvreplay.faults.registry import VERBS
 from kvreplay.faults.verb import MessageVerb
 from kvreplay.sim.catalogue import FaultRow
 
-_CONNECTORS: Final = ("mooncake", "offloading")
+_CONNECTORS: Final = ("mooncake", "offloading", "simple_cpu")
 """Those whose faults a run can inject."""
 
 

@@ -13,6 +13,7 @@ from kvreplay.connectors.mooncake.plan import HeadLayout
 from kvreplay.connectors.mooncake.sharding import Sharding
 from kvreplay.connectors.multi.config import MultiConfig
 from kvreplay.connectors.offloading.config import OffloadingConfig
+from kvreplay.connectors.simple_cpu.config import SimpleCpuConfig
 from kvreplay.engine.config import CacheConfig, SchedulerConfig
 from kvreplay.errors import ConfigError
 from kvreplay.kv.specs import CHUNKED_LOCAL, MAMBA, KVCacheGroupSpec, check_pages, resolve_block_sizes
@@ -26,7 +27,7 @@ MAX_RANKS: Final = 64
 """Per instance. A real one has 8 or 16."""
 _OF_EVERY_GROUP: Final = ("kind", "block_size", "sliding_window", "bytes_per_token")
 
-ConnectorKind: TypeAlias = Literal["none", "mooncake", "offloading", "multi"]
+ConnectorKind: TypeAlias = Literal["none", "mooncake", "offloading", "simple_cpu", "multi"]
 Role: TypeAlias = Literal["engine", "prefill", "decode"]
 Policy: TypeAlias = Literal["fail", "recompute"]
 Routing: TypeAlias = Literal["round_robin", "least_loaded"]
@@ -74,11 +75,12 @@ class ConnectorConfig:
 
     kind: ConnectorKind = "none"
     kv_load_failure_policy: Policy | None = None
-    options: MooncakeConfig | OffloadingConfig | MultiConfig | None = None
+    options: MooncakeConfig | OffloadingConfig | SimpleCpuConfig | MultiConfig | None = None
 
     def __post_init__(self) -> None:
         assert (self.kind == "mooncake") == isinstance(self.options, MooncakeConfig)
         assert (self.kind == "offloading") == isinstance(self.options, OffloadingConfig)
+        assert (self.kind == "simple_cpu") == isinstance(self.options, SimpleCpuConfig)
         assert (self.kind == "multi") == isinstance(self.options, MultiConfig)
 
     @property
@@ -94,6 +96,12 @@ class ConnectorConfig:
         options = self.options.mooncake if isinstance(self.options, MultiConfig) else self.options
         assert isinstance(options, MooncakeConfig)
         return options
+
+    @property
+    def simple_cpu(self) -> SimpleCpuConfig:
+        """The options, where `kind` is `simple_cpu`."""
+        assert isinstance(self.options, SimpleCpuConfig)
+        return self.options
 
     @property
     def offloading(self) -> OffloadingConfig:
@@ -213,6 +221,10 @@ class ReplayConfig:
             raise ConfigError(
                 f"connector.kind: prefill and decode instances need mooncake, got {self.connector.kind!r}"
             )
+        if self.connector.kind == "simple_cpu":
+            (first, *others) = self.model.groups
+            if others or not first.is_full_attention:
+                raise ConfigError("connector.kind: simple_cpu is modelled for one group of full attention")
         if has_mooncake and not self.topology.is_disaggregated:
             raise ConfigError(f"connector.kind: {self.connector.kind} needs topology.prefill and topology.decode")
         for role, config in self.roles.items():

@@ -19,6 +19,7 @@ from kvreplay.behaviour import profile as profile_named
 from kvreplay.connectors.mooncake.config import MooncakeConfig
 from kvreplay.connectors.multi.config import MultiConfig
 from kvreplay.connectors.offloading.config import OffloadingConfig
+from kvreplay.connectors.simple_cpu.config import SimpleCpuConfig
 from kvreplay.engine.config import CacheConfig, SchedulerConfig
 from kvreplay.errors import ConfigError
 from kvreplay.kv.specs import KVCacheGroupSpec
@@ -62,7 +63,11 @@ _SECTIONS: Final[dict[str, type]] = {
     **_ROLE_SECTIONS,
 }
 _ROLES: Final = ("prefill", "decode")
-_OPTIONS: Final[dict[str, type]] = {"mooncake": MooncakeConfig, "offloading": OffloadingConfig}
+_OPTIONS: Final[dict[str, type]] = {
+    "mooncake": MooncakeConfig,
+    "offloading": OffloadingConfig,
+    "simple_cpu": SimpleCpuConfig,
+}
 """Kind of connector → its own keys in `[connector]`."""
 _FROM_ELSEWHERE: Final = {"scheduler": ("max_model_len",), "connector": ("options",)}
 """Fields that are not keys of their own table."""
@@ -381,12 +386,13 @@ def _build_connector(table: Document, where: str) -> ConnectorConfig:
 def _build_multi(table: Document, where: str) -> ConnectorConfig:
     """The options of all its connectors stand in one table."""
     common = field_types(ConnectorConfig, without=("options",))
-    own = {name: field_types(record) for name, record in _OPTIONS.items()}
+    records = {name: _OPTIONS[name] for name in ("mooncake", "offloading")}
+    own = {name: field_types(record) for name, record in records.items()}
     order = field_types(MultiConfig, without=tuple(own))
     check_keys(table, [*common, *order, *(key for keys in own.values() for key in keys)], where)
     children: Document = {
         name: build(record, {key: value for key, value in table.items() if key in own[name]}, where)
-        for name, record in _OPTIONS.items()
+        for name, record in records.items()
     }
     options = build(MultiConfig, {key: value for key, value in table.items() if key in order}, where, extra=children)
     shared = {key: value for key, value in table.items() if key in common}

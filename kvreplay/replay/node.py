@@ -33,6 +33,7 @@ from kvreplay.replay.config import ReplayConfig, Role
 from kvreplay.replay.findings import LiveFindings
 from kvreplay.replay.offload import Offload
 from kvreplay.replay.sampler import ANY_TOKEN, TraceSampler
+from kvreplay.replay.simple_cpu import SimpleCpu
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.catalogue import Death
 from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
@@ -100,7 +101,7 @@ class Node:
         self._counters = Counters()
         self.instance: Instance
         self.worker: EngineWorkers | None = None
-        self.offload: Offload | None = None
+        self.offload: Offload | SimpleCpu | None = None
         self._start()
         surroundings.bus.control(name, self.command)
 
@@ -203,16 +204,8 @@ class Node:
             if part == "mooncake":
                 halves.append(MooncakeScheduler(self.kv_role, around.config.model.groups, around.behaviour))
                 continue
-            self.offload = Offload(
-                self.name,
-                kv=kv,
-                num_keys=around.index.num_keys,
-                config=around.config.connector.offloading,
-                behaviour=around.behaviour,
-                bus=around.bus,
-                log=log,
-                on_report=lambda: self.instance.poke(),
-            )
+            make = self._simple_cpu if part == "simple_cpu" else self._tiered
+            self.offload = make(kv, log)
             halves.append(self.offload.scheduler)
         if len(halves) > 1:
             return MultiScheduler(halves)
@@ -231,7 +224,35 @@ class Node:
         assert self.offload is not None
         groups = self._around.config.model.groups
         num_words = 0 if model is None else max(words_per_block(group) for group in groups)
+        if isinstance(self.offload, SimpleCpu):
+            return self.offload.start_workers(memory, num_words)
         return self.offload.start_workers([memory], num_words)
+
+    def _tiered(self, kv: KVCacheManager, log: EngineLog) -> Offload:
+        around = self._around
+        return Offload(
+            self.name,
+            kv=kv,
+            num_keys=around.index.num_keys,
+            config=around.config.connector.offloading,
+            behaviour=around.behaviour,
+            bus=around.bus,
+            log=log,
+            on_report=lambda: self.instance.poke(),
+        )
+
+    def _simple_cpu(self, kv: KVCacheManager, log: EngineLog) -> SimpleCpu:
+        around = self._around
+        return SimpleCpu(
+            self.name,
+            kv=kv,
+            num_keys=around.index.num_keys,
+            config=around.config.connector.simple_cpu,
+            behaviour=around.behaviour,
+            bus=around.bus,
+            log=log,
+            on_report=lambda: self.instance.poke(),
+        )
 
     def _model(self, scheduler: Scheduler) -> WorkerModel | None:
         around = self._around

@@ -9,11 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from kvreplay.connectors.offloading.config import OffloadingConfig
-from kvreplay.kv.specs import KVCacheGroupSpec
+from kvreplay.kv.specs import MAMBA, MAMBA_ALIGN, KVCacheGroupSpec
 from kvreplay.replay.config import ConnectorConfig, ReplayConfig
 from kvreplay.trace.workload import Workload
 from tests.scenarios.stage import Check, request, role, single, workload
 
+STATES = KVCacheGroupSpec(kind=MAMBA, block_size=4, mamba_cache_mode=MAMBA_ALIGN, state_bytes=4)
 SLOT = 4096
 """Bytes of a chunk's slot: a page of memory, as blocks are so small."""
 TEXT = "abcd"

@@ -14,6 +14,7 @@ from kvreplay.faults.plan import make_plan
 from kvreplay.kv.specs import CIRCULAR_BUFFER, MAMBA, MAMBA_ALIGN, SLIDING_WINDOW, KVCacheGroupSpec
 from kvreplay.replay.cluster import Cluster, RunSettings
 from kvreplay.replay.config import ReplayConfig
+from kvreplay.replay.offload import Offload
 from kvreplay.trace.workload import Workload
 from tests.scenarios.offload_stage import TEXT, hybrid, offloading, there_and_back
 from tests.scenarios.stage import Play, play, request, workload
@@ -298,5 +299,5 @@ class TestO1TwoRequestsPromoteIntoATierWithoutRoomForBoth:
         played = self.play("ideal")
         assert all_finish(played)
         (node,) = played.cluster.nodes
-        assert node.offload is not None
+        assert isinstance(node.offload, Offload)
         assert not (node.offload.cpu.chunks.ref_counts > 0).any()  # no pin is left

@@ -1,0 +1,131 @@
+"""SimpleCPUOffloadConnector: a pool of CPU blocks, one copy thread, and no word of what goes wrong."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvreplay.behaviour import profile
+from kvreplay.connectors.simple_cpu.config import SimpleCpuConfig
+from kvreplay.errors import ConfigError
+from kvreplay.events import DETAIL_BLOCKS, ListSink
+from kvreplay.faults.plan import make_plan
+from kvreplay.replay.cluster import Cluster, RunSettings
+from kvreplay.replay.config import ConnectorConfig, ReplayConfig
+from kvreplay.replay.config_load import config_from_json
+from kvreplay.replay.simple_cpu import SimpleCpu
+from tests.scenarios.offload_stage import STATES, there_and_back
+from tests.scenarios.stage import Play, judge, play, request, role, single, workload
+
+BLOCK_BYTES = 4
+
+
+def simple(*, cpu_blocks: int = 64, num_gpu_blocks: int = 17, **options: float) -> ReplayConfig:
+    config = SimpleCpuConfig(cpu_bytes_to_use=cpu_blocks * BLOCK_BYTES, copy_latency=1e-6, **options)  # type: ignore[arg-type]
+    connector = ConnectorConfig(kind="simple_cpu", options=config)
+    return replace(single(role(num_gpu_blocks=num_gpu_blocks)), connector=connector)
+
+
+def test_a_prompt_comes_back() -> None:
+    """A token is left to compute: of four blocks three are loaded."""
+    played = play(simple(), there_and_back())
+    assert not played.violations
+    assert [line for line in played.story("b") if "load" in line or "lookup" in line] == [
+        "401 E0 b lookup tokens=12 blocks=0 status=async",
+        "401 E0 b load.started tokens=12 blocks=3 status=CPU",
+        "402 E0 b load.finished tokens=12",
+    ]
+
+
+@pytest.mark.parametrize("behaviour", ["vllm-0.33", "ideal"])
+def test_what_is_generated_is_stored_too(behaviour: str, tmp_path: Path) -> None:
+    requests = workload(
+        request("a", 0, prompt_tokens=16, output_tokens=9, text="abcd", session="s", turn=0),
+        request("f", 300, prompt_tokens=60),
+        request("b", 600, prompt_tokens=28, text="abcdefg", session="s", turn=1),
+    )
+    summary = judge(tmp_path, simple(), requests, behaviour=behaviour)
+    assert summary.verdict == "passed"
+    assert summary.tiers is not None
+    assert summary.tiers.hit_tokens["CPU"] == 24
+
+
+def test_a_full_pool_evicts_what_was_used_least_recently(tmp_path: Path) -> None:
+    summary = judge(tmp_path, simple(cpu_blocks=15), there_and_back())
+    assert summary.verdict == "passed"
+    assert summary.tiers is not None
+    assert summary.tiers.evicted_chunks == {"CPU": {"capacity": 8}}
+    assert "CPU" not in summary.tiers.hit_tokens
+
+
+def test_a_preemption_waits_for_all_copies() -> None:
+    """16 bytes take 160 ms."""
+    faults = ["scheduler.preempt:request=a"]
+    slow = play(simple(copy_bytes_per_s=100), there_and_back(f_ms=900, b_ms=1500), *faults)
+    quick = play(simple(), there_and_back(f_ms=900, b_ms=1500), *faults)
+    assert not slow.violations
+    ends = [played.ends()["a"][2] for played in (slow, quick)]
+    assert ends[0] - ends[1] > 100
+
+
+class TestTheCopyThread:
+    def test_it_dies_and_nobody_is_told(self, tmp_path: Path) -> None:
+        summary = judge(tmp_path, simple(), there_and_back(), "simple-cpu.copy-raises:request=b,nth=1")
+        assert summary.verdict == "stalled"
+        assert [(stall.request_id, stall.waiting_on) for stall in summary.stalled] == [("b", "remote KV")]
+
+    def test_under_ideal_only_its_job_fails(self, tmp_path: Path) -> None:
+        fault = "simple-cpu.copy-raises:request=b,nth=1"
+        summary = judge(tmp_path, simple(), there_and_back(), fault, behaviour="ideal", policy="recompute")
+        assert summary.verdict == "passed"
+        assert summary.requests.finished == 3
+        assert summary.loads.failed_by_cause == {"the copy raised an exception": 1}
+
+    def test_a_store_that_raises_is_forgotten_under_ideal(self, tmp_path: Path) -> None:
+        fault = "simple-cpu.copy-raises:request=a"
+        summary = judge(tmp_path, simple(), there_and_back(), fault, behaviour="ideal")
+        assert summary.verdict == "passed"
+        assert summary.tiers is not None
+        assert summary.tiers.stored.failed > 0
+        assert "CPU" not in summary.tiers.hit_tokens
+
+    @pytest.mark.parametrize("behaviour", ["vllm-0.33", "ideal"])
+    def test_a_slow_copy_only_delays(self, behaviour: str, tmp_path: Path) -> None:
+        summary = judge(tmp_path, simple(), there_and_back(), "simple-cpu.copy-slow:request=b", behaviour=behaviour)
+        assert summary.verdict == "passed"
+        assert summary.tiers is not None
+        assert summary.tiers.saved_tokens == 12
+
+
+class TestFoundAndGoneBeforeItIsLoaded:
+    """vllm#39702: a second lookup instead of a pin."""
+
+    def play(self, lookup: str) -> Play:
+        behaviour = profile("vllm-0.33").with_switch(f"simple_cpu_lookup={lookup}")
+        plan = make_plan(["simple-cpu.evict-between:request=b"])
+        sink = ListSink(DETAIL_BLOCKS)
+        settings = RunSettings(config=simple(), behaviour=behaviour, recompute=False, plan=plan)
+        cluster = Cluster(settings, there_and_back(), sink)
+        cluster.run()
+        return Play(cluster, sink)
+
+    def test_before_the_fix_the_engine_dies(self) -> None:
+        played = self.play("again")
+        assert [(event.status, event.cause) for event in played.of("engine.crashed")] == [
+            ("AssertionError", "Expected 12 hit tokens, got 0")
+        ]
+
+    def test_pinned_it_stays(self) -> None:
+        played = self.play("pin")
+        assert not played.violations
+        assert [event.num_tokens for event in played.of("load.started")] == [12]
+        (node,) = played.cluster.nodes
+        assert isinstance(node.offload, SimpleCpu)
+        assert not (node.offload.scheduler.pool.ref_counts[1:] > 0).any()  # no pin is left
+
+
+def test_config() -> None:
+    config = simple()
+    assert config_from_json(config.to_json()) == config
+    with pytest.raises(ConfigError, match="simple_cpu is modelled for one group"):
+        replace(config, model=replace(config.model, groups=(*config.model.groups, STATES)))
