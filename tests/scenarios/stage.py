@@ -6,13 +6,13 @@ message 1 ms, and bytes take no time.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from kvreplay.behaviour import profile
+from kvreplay.behaviour import Behaviour, profile
 from kvreplay.connectors.mooncake.config import MooncakeConfig
 from kvreplay.engine.config import CacheConfig, SchedulerConfig
 from kvreplay.events import DETAIL_BLOCKS, DETAIL_RUN, KINDS, Event, ListSink
@@ -274,12 +274,13 @@ def play(
     detail: int = DETAIL_BLOCKS,
     **settings: Any,  # noqa: ANN401 - fields of RunSettings
 ) -> Play:
-    """Play the workload, with these faults."""
+    """Play the workload, with these faults. `behaviour`: a profile, and switches on top: `vllm-0.33 NAME=VALUE`."""
+    name, *switches = behaviour.split()
     sink = ListSink(detail)
     cluster = Cluster(
         RunSettings(
             config=config,
-            behaviour=profile(behaviour),
+            behaviour=reduce(Behaviour.with_switch, switches, profile(name)),
             recompute=recompute,
             plan=make_plan(inject),
             seed=seed,

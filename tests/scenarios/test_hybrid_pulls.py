@@ -1,0 +1,72 @@
+"""Mooncake with several KV cache groups: what a failed pull costs depends on two fixes, and on their order.
+
+vllm#50984 makes the connector report a failure; vllm#50388 lets a scheduler with several groups hear of one.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from kvreplay.kv.specs import MAMBA, MAMBA_ALIGN, SLIDING_WINDOW, KVCacheGroupSpec
+from kvreplay.replay.config import ReplayConfig
+from tests.scenarios.stage import BLOCK, Sizes, pair, play, request, workload
+
+_FULL = KVCacheGroupSpec(block_size=BLOCK, bytes_per_token=8)
+WINDOWS = (_FULL, KVCacheGroupSpec(kind=SLIDING_WINDOW, block_size=BLOCK, sliding_window=8, bytes_per_token=8))
+STATES = (_FULL, KVCacheGroupSpec(kind=MAMBA, mamba_cache_mode=MAMBA_ALIGN, block_size=BLOCK, state_bytes=32))
+
+TWO = workload(request("a", prompt_tokens=20), request("b", 5, prompt_tokens=24))
+FAULT = "error-response:request=a"
+SILENT, REPORT = "mooncake_failure=silent", "mooncake_failure=report"
+OLD, FIXED = "hybrid_failure=unpack_crash", "hybrid_failure=whole_request"
+
+
+def hybrid(groups: tuple[KVCacheGroupSpec, ...], ranks: tuple[Sizes, Sizes] = ((1, 1), (1, 1))) -> ReplayConfig:
+    config = pair(ranks=ranks)
+    return replace(config, model=replace(config.model, groups=groups))
+
+
+@pytest.mark.parametrize("groups", [WINDOWS, STATES], ids=["windows", "states"])
+@pytest.mark.parametrize("ranks", [((1, 1), (1, 1)), ((4, 1), (2, 1)), ((1, 2), (1, 1))], ids=str)
+def test_a_good_pull_moves_every_group(groups: tuple[KVCacheGroupSpec, ...], ranks: tuple[Sizes, Sizes]) -> None:
+    played = play(hybrid(groups, ranks), TWO)
+    assert {name: end[0] for name, end in played.ends().items()} == {"a": "finished", "b": "finished"}
+    assert played.violations == []
+    assert {event.cause for event in played.of("tokens.recomputed", instance="D0")} <= {"full-hit-last-token"}
+
+
+@pytest.mark.parametrize("groups", [WINDOWS, STATES], ids=["windows", "states"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("switches", "a", "crash"),
+    [
+        (f"{SILENT} {OLD}", "stalled", None),
+        (f"{REPORT} {OLD}", "failed", "ValueError"),
+        (f"{REPORT}", "failed", "RuntimeError"),
+        (f"{REPORT} {FIXED}", None, None),
+        ("", None, None),
+    ],
+    ids=["neither", "only-50984", "50984-in-0.33", "both", "0.33"],
+)
+def test_the_order_of_the_fixes_matters(
+    groups: tuple[KVCacheGroupSpec, ...], recompute: bool, switches: str, a: str | None, crash: str | None
+) -> None:
+    """With #50984 alone, what was a stall of one request is the death of its engine."""
+    played = play(hybrid(groups), TWO, FAULT, behaviour=f"vllm-0.33 {switches}", recompute=recompute)
+    ends = {name: end[0] for name, end in played.ends().items()}
+    assert ends["a"] == (a or ("finished" if recompute else "failed"))
+    assert [(event.instance, event.status) for event in played.of("engine.crashed")] == (
+        [("D0", crash)] if crash else []
+    )
+    assert (ends["b"] == "finished") == (crash is None)
+
+
+@pytest.mark.parametrize("groups", [WINDOWS, STATES], ids=["windows", "states"])
+@pytest.mark.parametrize("ranks", [((1, 1), (1, 1)), ((4, 1), (2, 1))], ids=str)
+@pytest.mark.parametrize("fault", [FAULT, "corrupt:request=a", "mooncake.engine-partial:request=a,nth=1", "timeout"])
+def test_ideally_everybody_finishes(
+    groups: tuple[KVCacheGroupSpec, ...], ranks: tuple[Sizes, Sizes], fault: str
+) -> None:
+    played = play(hybrid(groups, ranks), TWO, fault, behaviour="ideal", recompute=True)
+    assert {name: end[0] for name, end in played.ends().items()} == {"a": "finished", "b": "finished"}
+    assert played.violations == []
