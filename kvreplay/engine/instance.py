@@ -563,26 +563,27 @@ class Instance:
             return
         counters = self.counters
         if self._log.wants_steps:
-            self._perform_openly(coast, num_steps)
+            least_free = self._perform_openly(coast, num_steps)
         else:
-            self.scheduler.coast(num_steps)
+            least_free = self.scheduler.coast(num_steps)
         counters.steps += num_steps
         counters.busy_ns += end_ns - coast.start_ns
         counters.computed_tokens += num_steps * coast.num_decodes
-        pool = self.scheduler.pool
-        counters.peak_blocks = max(counters.peak_blocks, pool.num_blocks - 1 - pool.num_free)
+        counters.peak_blocks = max(counters.peak_blocks, self.scheduler.pool.num_blocks - 1 - least_free)
 
-    def _perform_openly(self, coast: _Coast, num_steps: int) -> None:
-        """With an event per step."""
+    def _perform_openly(self, coast: _Coast, num_steps: int) -> int:
+        """With an event per step. Returns the least number of blocks that were free after one."""
         log = self._log
         start_ns = coast.start_ns
+        least_free = self.scheduler.pool.num_blocks
         for index in range(num_steps):
             kv_tokens = coast.num_kv_tokens + index * coast.num_decodes
             duration_ns = self._timing.step_ns(0, coast.num_decodes, kv_tokens)
             log.now_ns, log.step = start_ns, coast.first_step + index
-            self.scheduler.coast(1)
+            least_free = min(least_free, self.scheduler.coast(1))
             self._log_step(coast.num_decodes, coast.num_decodes, duration_ns)
             start_ns += duration_ns
+        return least_free
 
     # =========================================================================================================
     # Reports

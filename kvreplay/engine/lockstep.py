@@ -4,7 +4,7 @@ A request in lockstep was at `num_computed_tokens` at the start of step `lockste
 step follow from the step number. Per step only those are looked at that fill a block, need a new one, or finish.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
@@ -127,6 +127,47 @@ class Lockstep:
             return False
         remaining = min(request.max_tokens - request.num_output_tokens, self.max_model_len - request.num_tokens)
         return since + remaining - 1 == step
+
+
+class EventLockstep(Lockstep):
+    """Members change their blocks in more than one place of a period: whenever their computed tokens are one of
+    `residues`, modulo `period`."""
+
+    def __init__(self, period: int, residues: Sequence[int], max_model_len: int) -> None:
+        super().__init__(period, max_model_len)
+        assert residues
+        self._residues = tuple(residues)
+
+    def settle(self, request: Request, step: int) -> None:
+        """Bring a member's counters up to the start of `step`; it stays."""
+        assert request.lockstep_since is not None, request
+        advanced = step - request.lockstep_since
+        request.lockstep_since = step
+        request.num_computed_tokens += advanced
+        request.num_tokens += advanced
+        request.num_output_tokens += advanced
+
+    def needing_blocks(self, step: int) -> list[Request]:
+        """Members whose blocks change in `step`, in running order."""
+        members: list[Request] = []
+        for residue in self._residues:
+            members += self._buckets[(step - residue) % self.block_size].values()
+        if len(members) > 1:
+            members.sort(key=_order)
+        return members
+
+    def num_needing_blocks(self, step: int) -> int:
+        return sum(len(self._buckets[(step - residue) % self.block_size]) for residue in self._residues)
+
+    def growth(self, first_step: int, num_steps: int) -> Iterator[tuple[int, list[Request]]]:
+        for step in range(first_step, first_step + num_steps):
+            members = self.needing_blocks(step)
+            if members:
+                yield step, members
+
+    def filling_blocks(self, step: int) -> list[Request]:
+        """None: what a step fills is hashed where the member's blocks change in it."""
+        return []
 
 
 _order = attrgetter("lockstep_order")

@@ -82,6 +82,7 @@ class Scheduler(AdmissionLayer):
             loads_every_group=loads_every_group,
             rules=rules,
         )
+        self._use_lockstep_of_groups()
         self.recovery = Recovery(self, recompute=recompute_load_failures, rules=failure_rules)
 
     # =========================================================================================================
@@ -353,13 +354,19 @@ class Scheduler(AdmissionLayer):
             if was_running and (had_placeholders or self._num_spec_tokens):
                 self._cache_computed(request, request.num_computed_tokens - request.num_in_flight_tokens)
         if not request.status.is_finished:
-            if self._can_lockstep and not request.stop_token_ids and not self._must_be_shown(request):
+            if self._can_lockstep and self._may_join(request, share) and not self._must_be_shown(request):
                 self._join_lockstep(request)
             return RequestOutput(request, tokens, None)
         self._remove_from_queues(request, was_running=was_running)
         output_hash = self.sampler.output_hash(request)
         self._free_request(request)
         return RequestOutput(request, tokens, _FINISH_REASONS[request.status], output_hash)
+
+    def _may_join(self, request: Request, share: Share | None) -> bool:
+        """With windows and states, the first step after a prompt still settles what the prompt has left behind."""
+        if request.stop_token_ids:
+            return False
+        return self._is_simple or (share is not None and share.num_tokens == 1 and not share.admitted)
 
     @staticmethod
     def _roll_back(request: Request, num_rejected: int) -> None:

@@ -53,7 +53,6 @@ class WorkerModel:
         self._null_writes: list[WrongBlock] = []
         specs = scheduler.kv.groups
         self._reads_from = [_first_read(spec) for spec in specs]
-        self._all_groups = range(len(specs))
         self._state_groups = [group for group, spec in enumerate(specs) if spec.kind == MAMBA]
         self._token_groups = [group for group, spec in enumerate(specs) if spec.kind != MAMBA]
         self.late_writes: list[LateWrite] = []
@@ -67,6 +66,8 @@ class WorkerModel:
         self._rewritten: dict[int, None] = {}
         """Blocks in use that somebody else has written since the last step."""
         scheduler.on_leave_lockstep = self.flush
+        scheduler.on_member_grows = self.flush
+        scheduler.on_blocks_to_zero = buffers.zero
         scheduler.on_blocks_freed = self._on_blocks_freed
         scheduler.on_parked = self._on_parked
         scheduler.on_promoted = self._on_promoted
@@ -267,6 +268,10 @@ class WorkerModel:
                 self.on_late_write()
             self._flush_members()
             for block_id in late:
+                if block_id == NULL_BLOCK_ID:
+                    whose = provenance.request_id if provenance is not None else ""
+                    self._null_writes.append(WrongBlock(NULL_BLOCK_ID, group, whose, 0, provenance, is_write=True))
+                    continue
                 owner = self._owner_of(block_id)
                 self.late_writes.append(LateWrite(block_id, group, owner, provenance))
                 if owner is not None:
@@ -304,7 +309,8 @@ class WorkerModel:
                 end = share.start if share is not None else request.num_computed_tokens
             else:
                 end = request.num_computed_tokens + self.scheduler.step - request.lockstep_since
-            end = min(end, request.written_until if request.lockstep_since is not None else end)
+            written = request.written_until
+            end = min(end, written if request.lockstep_since is not None else end)
             holds = self.every_read or any(
                 np.isin(table, rewritten).any() for table in self.scheduler.kv.block_arrays(request.request_id)
             )
@@ -312,7 +318,9 @@ class WorkerModel:
                 continue
             before = request.taint
             if not before:
-                self._verify(request, 0, end, self._all_groups)
+                self._verify(request, 0, end, self._token_groups)
+                # A member has put this step's state in the place of the last.
+                self._verify(request, 0, end if request.lockstep_since is None else written, self._state_groups)
             if request.taint and not before and request.lockstep_since is not None:
                 # It writes wrong words from this step on: let it do so openly.
                 self.scheduler.materialise_member(request, out)

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from math import lcm
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -55,6 +56,14 @@ class DraftRules:
 
 
 NO_DRAFTS = DraftRules()
+_MAX_DECODE_PERIOD: Final = 1 << 16
+
+
+class DecodeEvents(NamedTuple):
+    """A decoding request's blocks change when its computed tokens are one of `residues`, modulo `period`."""
+
+    period: int
+    residues: list[int]
 
 
 class ConnectorHit(NamedTuple):
@@ -392,6 +401,44 @@ class KVCacheManager:
     def pop_blocks_for_free(self, request_id: str) -> tuple[BlockIds, ...]:
         """The request's blocks, which nobody frees yet; its tables are gone."""
         return tuple(manager.pop_blocks_for_free(request_id) for manager in self.managers)
+
+    # -- decoding ---------------------------------------------------------------------------------------------
+
+    def decode_events(self) -> DecodeEvents | None:
+        """Where a request that computes one token a step takes, gives back or hashes blocks. None: unknown."""
+        if self._drafts != NO_DRAFTS or any(group.num_speculative_blocks or group.is_eagle for group in self.groups):
+            return None
+        period = self.block_size
+        for group in self.groups:
+            period = lcm(period, group.attention_chunk_size or 1)
+        if period > _MAX_DECODE_PERIOD:
+            return None
+        residues: set[int] = set()
+        for manager in self.managers:
+            residues.update(
+                residue + start
+                for size, residue in manager.decode_events(self._caching_unit(manager.block_size))
+                for start in range(-size, period, size)
+            )
+        return DecodeEvents(period, sorted(residue for residue in residues if 0 <= residue < period))
+
+    def _caching_unit(self, block_size: int) -> int:
+        """Blocks get their hashes whenever so many more tokens have been computed."""
+        return block_size if len(self.managers) == 1 or self.hits_inside_blocks else self.block_size
+
+    def decode_step(self, request: Hashable, keys: Keys, num_computed: int) -> bool:
+        """Slots for the token behind `num_computed`, and the hashes of what it fills. False: the pool is too small."""
+        new = self.allocate_slots(
+            request.request_id, num_computed_tokens=num_computed, num_tokens=request.num_tokens, num_new_tokens=1
+        )
+        if new is None:
+            return False
+        self.cache_blocks(request, keys, num_computed + 1)
+        return True
+
+    def must_flush(self, request_id: str, num_computed: int) -> bool:
+        """Whether that step gives back blocks that somebody may hit, or goes on from a state, which is then needed."""
+        return True
 
     # -- steps ------------------------------------------------------------------------------------------------
 

@@ -1,92 +1,13 @@
-"""Models of several KV cache groups in small clusters: what holds for one group holds for them.
-
-Mamba blocks of a budget's multiple, windows and chunks of a few blocks, groups with other block sizes over one pool.
-"""
-
-from dataclasses import replace
-from typing import Final
+"""Models of several KV cache groups in small clusters: what holds for one group holds for them."""
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from kvreplay.kv.specs import (
-    CHUNKED_LOCAL,
-    FULL,
-    MAMBA,
-    MAMBA_ALIGN,
-    MLA,
-    SLIDING_WINDOW,
-    SLIDING_WINDOW_MLA,
-    KVCacheGroupSpec,
-)
-from kvreplay.replay.config import ReplayConfig, RoleConfig
-from tests.scenarios.random_worlds import ENGINE_FAULTS, PAIR_FAULTS, World, pair_configs, workloads
-from tests.scenarios.stage import MAX_MODEL_LEN, TIMING, UNEVEN_TIMING, Play, play, request, role, single, workload
+from kvreplay.replay.config import ReplayConfig
+from tests.scenarios.hybrid_worlds import LAYOUTS, Groups, hybrid_worlds, with_groups
+from tests.scenarios.random_worlds import PAIR_FAULTS, World
+from tests.scenarios.stage import Play, play, request, role, single, workload
 from tests.scenarios.test_properties import check_blocks, check_every_request_is_accounted_for, check_outputs
-
-Groups = tuple[KVCacheGroupSpec, ...]
-
-_FULL = KVCacheGroupSpec(kind=FULL, block_size=4, bytes_per_token=2)
-_WINDOW = KVCacheGroupSpec(kind=SLIDING_WINDOW, block_size=4, sliding_window=10, bytes_per_token=2)
-_SMALL_BLOCKS = KVCacheGroupSpec(kind=SLIDING_WINDOW, block_size=2, sliding_window=6, bytes_per_token=4)
-_STATE = KVCacheGroupSpec(kind=MAMBA, block_size=4, mamba_cache_mode=MAMBA_ALIGN, state_bytes=8)
-
-LAYOUTS: Final[dict[str, Groups]] = {
-    "full and windows": (_FULL, _WINDOW, _WINDOW),
-    "windows only": (_WINDOW, KVCacheGroupSpec(kind=SLIDING_WINDOW, block_size=4, sliding_window=6, bytes_per_token=2)),
-    "full and small blocks": (_FULL, _SMALL_BLOCKS),
-    "full and states": (_FULL, _STATE, _STATE),
-    "full and chunks": (
-        _FULL,
-        KVCacheGroupSpec(kind=CHUNKED_LOCAL, block_size=4, attention_chunk_size=8, bytes_per_token=2),
-    ),
-    "full, windows and states": (_FULL, _WINDOW, _STATE),
-    "compressed": (
-        KVCacheGroupSpec(kind=MLA, block_size=8, tokens_per_state=4, bytes_per_token=1),
-        KVCacheGroupSpec(kind=SLIDING_WINDOW_MLA, block_size=2, sliding_window=4, bytes_per_token=4),
-        KVCacheGroupSpec(kind=SLIDING_WINDOW_MLA, block_size=4, sliding_window=8, bytes_per_token=2),
-    ),
-}
-
-
-def with_groups(config: ReplayConfig, groups: Groups) -> ReplayConfig:
-    return replace(config, model=replace(config.model, groups=groups))
-
-
-@st.composite
-def roomy(draw: st.DrawFn, groups: Groups) -> RoleConfig:
-    """A pool that holds the longest request, and little more."""
-    budget = draw(st.sampled_from([8, 16, 32]))
-    needed = sum(group.max_blocks(budget, MAX_MODEL_LEN) for group in groups)
-    return role(
-        num_gpu_blocks=needed + 1 + draw(st.sampled_from([0, 2, 5, 12, 40])),
-        timing=draw(st.sampled_from([TIMING, UNEVEN_TIMING])),
-        max_num_batched_tokens=budget,
-        max_num_seqs=draw(st.sampled_from([2, 4, 8])),
-    )
-
-
-@st.composite
-def worlds(
-    draw: st.DrawFn,
-    *,
-    is_pair: bool = False,
-    faults: tuple[str, ...] = ENGINE_FAULTS,
-    behaviours: tuple[str, ...] = ("vllm-0.33",),
-    max_faults: int = 3,
-) -> World:
-    groups = draw(st.sampled_from(list(LAYOUTS.values())))
-    config = draw(pair_configs()) if is_pair else single()
-    roles = {name: draw(roomy(groups)) for name in config.roles}
-    return World(
-        replace(config, model=replace(config.model, groups=groups), roles=roles),
-        draw(workloads()),
-        tuple(draw(st.lists(st.sampled_from(faults), max_size=max_faults, unique=True))),
-        draw(st.sampled_from(behaviours)),
-        draw(st.booleans()),
-        draw(st.integers(0, 3)),
-    )
 
 
 def found(played: Play) -> list[tuple[object, ...]]:
@@ -97,7 +18,7 @@ def found(played: Play) -> list[tuple[object, ...]]:
 
 
 @settings(max_examples=100, deadline=None)
-@given(worlds())
+@given(hybrid_worlds())
 def test_without_a_connector_no_law_is_broken(world: World) -> None:
     """Aborts, preemptions and crashes leave nothing held, and nobody reads what is not there."""
     played = world.play()
@@ -107,7 +28,7 @@ def test_without_a_connector_no_law_is_broken(world: World) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(worlds(is_pair=True, faults=PAIR_FAULTS))
+@given(hybrid_worlds(is_pair=True, faults=PAIR_FAULTS))
 def test_under_any_fault_every_block_is_accounted_for(world: World) -> None:
     played = world.play()
     if not played.of("engine.crashed"):
@@ -118,7 +39,7 @@ def test_under_any_fault_every_block_is_accounted_for(world: World) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(worlds(is_pair=True, faults=PAIR_FAULTS, behaviours=("ideal",)))
+@given(hybrid_worlds(is_pair=True, faults=PAIR_FAULTS, behaviours=("ideal",)))
 def test_ideal_violates_nothing_under_any_mix_of_faults(world: World) -> None:
     played = world.play()
     assert found(played) == []
@@ -128,7 +49,7 @@ def test_ideal_violates_nothing_under_any_mix_of_faults(world: World) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(worlds(is_pair=True, faults=PAIR_FAULTS))
+@given(hybrid_worlds(is_pair=True, faults=PAIR_FAULTS))
 def test_nothing_escapes_whoever_looks_only_where_something_changed(world: World) -> None:
     """Looking at every read finds the same."""
     assert found(world.with_kv(check="every-read").play()) == found(world.play())

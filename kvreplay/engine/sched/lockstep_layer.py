@@ -1,16 +1,28 @@
 """The scheduler's requests that decode in lockstep: when that is exact, how their blocks grow, and how they leave."""
 
+from collections.abc import Callable
+
 import numpy as np
 
+from kvreplay.engine.lockstep import EventLockstep
 from kvreplay.engine.output import SchedulerOutput, Share
 from kvreplay.engine.request import Request
+from kvreplay.engine.sched.hybrid_growth import HybridGrowth
 from kvreplay.engine.sched.state import Scan, SchedulerState
+from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.block_table import BlockTable
 
 
 class LockstepLayer(SchedulerState):
     """Steps in which nobody is touched, and back."""
+
+    _hybrid_growth: HybridGrowth | None = None
+
+    def _use_lockstep_of_groups(self) -> None:
+        """Windows, states and several groups grow their own way."""
+        if isinstance(self.lockstep, EventLockstep):
+            self._hybrid_growth = HybridGrowth(self, self.lockstep)
 
     @property
     def _must_step(self) -> bool:
@@ -70,10 +82,15 @@ class LockstepLayer(SchedulerState):
         if not self.num_waiting or len(self.running) >= self.max_num_active:
             return True
         # A block that fills while coasting could be what the request that does not fit was waiting to hit.
-        return self._scan is Scan.EXHAUSTED or (self._scan is Scan.BLOCKED and not self._output_is_shared)
+        if self._scan is Scan.EXHAUSTED:
+            return True
+        # Nor does it where members give blocks back as they go.
+        return self._scan is Scan.BLOCKED and not self._output_is_shared and self._hybrid_growth is None
 
     def steps_until_shortage(self, step: int, limit: int) -> int:
         """How many steps from `step` on, up to `limit`, lockstep can take without running out of free blocks."""
+        if self._hybrid_growth is not None:
+            return self._hybrid_growth.steps_until_shortage(step, limit)
         block_size = self.kv.block_size
         rounds, free = divmod(self.pool.num_free, len(self.lockstep))
         steps = rounds * block_size
@@ -86,14 +103,20 @@ class LockstepLayer(SchedulerState):
             steps += 1
         return min(steps, limit)
 
-    def coast(self, num_steps: int) -> None:
-        """Do `num_steps` steps of which `can_coast` and `steps_until_shortage` promised that they are uneventful."""
+    def coast(self, num_steps: int) -> int:
+        """Do `num_steps` steps of which `can_coast` and `steps_until_shortage` promised that they are uneventful.
+
+        Returns the least number of blocks that were free after one of them.
+        """
         first = self.step + 1
+        least_free = self.pool.num_blocks
         self._in_step = True
-        grow = self._grow_openly if self._grows_openly else self._grow_quietly
+        grow = self._growth
         for step, members in self.lockstep.growth(first, num_steps):
             self.step = step
             grow(members)
+            if self.pool.num_free < least_free:
+                least_free = self.pool.num_free
         self.step = first + num_steps - 1
         if self._output_is_shared:
             # Who leaves next would hash its own block first, whatever the order of those that the last step filled.
@@ -101,6 +124,7 @@ class LockstepLayer(SchedulerState):
         self.next_output_step = self.step + 1
         self._in_step = False
         self._num_executed_steps += num_steps
+        return min(least_free, self.pool.num_free)
 
     def _join_lockstep(self, request: Request) -> None:
         del self._explicit[request.request_id]
@@ -122,12 +146,17 @@ class LockstepLayer(SchedulerState):
 
     def materialise_member(self, request: Request, out: SchedulerOutput) -> None:
         """Give one member a share of its own in the step in flight."""
-        self.materialise_lockstep(out, holding=self._table(request).ids)
+        self.materialise_lockstep(out, holding=np.concatenate(self.kv.block_arrays(request.request_id)))
 
     def materialise_lockstep(self, out: SchedulerOutput, *, holding: BlockIds) -> None:
         """Give members that hold any of these blocks a share of their own in the step in flight."""
         is_held = self.pool.membership(holding)
-        members = [request for request in self.lockstep if np.count_nonzero(is_held[self._table(request).ids])]
+        is_held[NULL_BLOCK_ID] = False
+        members = [
+            request
+            for request in self.lockstep
+            if any(np.count_nonzero(is_held[ids]) for ids in self.kv.block_arrays(request.request_id))
+        ]
         if not members:
             return
         for request in members:
@@ -147,10 +176,13 @@ class LockstepLayer(SchedulerState):
 
     def _grow_all(self, members: list[Request]) -> None:
         """One more block for each of these members, whose blocks are full. There are enough."""
-        if self._grows_openly:
-            self._grow_openly(members)
-        else:
-            self._grow_quietly(members)
+        self._growth(members)
+
+    @property
+    def _growth(self) -> Callable[[list[Request]], None]:
+        if self._hybrid_growth is not None:
+            return self._hybrid_growth.grow_all
+        return self._grow_openly if self._grows_openly else self._grow_quietly
 
     @property
     def _grows_openly(self) -> bool:

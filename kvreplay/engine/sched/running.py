@@ -17,7 +17,7 @@ class RunningLayer(EndsLayer):
         lockstep = self.lockstep
         growing = lockstep.needing_blocks(self.step) if lockstep else []
         if not self._explicit:
-            if len(growing) <= self.pool.num_free:
+            if len(growing) * self._most_taken <= self.pool.num_free:
                 self._grow_all(growing)
                 return
             for request in growing:
@@ -153,10 +153,12 @@ class RunningLayer(EndsLayer):
 
     def _grow(self, request: Request, out: SchedulerOutput) -> bool:
         """The same for one, at the expense of the last admitted if need be. False if it had to give up itself."""
-        while not self.pool.num_free:
+        growth = self._hybrid_growth
+        while not (self.pool.num_free if growth is None else growth.grow(request)):
             victim = self._victim()
             self._take_back(victim, out)
             if victim is request:
                 return False
-        self._grow_all([request])
+        if growth is None:
+            self._grow_all([request])
         return True

@@ -10,7 +10,7 @@ from kvreplay.engine.chunks import chunk_rules
 from kvreplay.engine.config import SchedulerConfig, SpeculativeConfig
 from kvreplay.engine.connector import SchedulerConnector
 from kvreplay.engine.fences import Fences
-from kvreplay.engine.lockstep import Lockstep
+from kvreplay.engine.lockstep import EventLockstep, Lockstep
 from kvreplay.engine.log import EngineLog
 from kvreplay.engine.output import RequestOutput, SchedulerOutput, Share
 from kvreplay.engine.queues import PriorityQueue, RequestQueue
@@ -112,6 +112,9 @@ class SchedulerState:
         """Requests that go round in circles: counted as stalled, though something keeps happening to them."""
         self.on_blocks_freed: Callable[[Request, Sequence[BlockIds]], None] | None = None
         self.on_leave_lockstep: Callable[[Request], None] | None = None
+        self.on_member_grows: Callable[[Request], None] | None = None
+        """Before a member of lockstep gives back or hashes blocks that it may not have written yet."""
+        self.on_blocks_to_zero: Callable[[list[int]], None] | None = None
         self.on_invalid_evicted: Callable[[list[int]], None] | None = None
         self.on_parked: Callable[[Request], None] | None = None
         self.on_promoted: Callable[[Request], None] | None = None
@@ -136,11 +139,18 @@ class SchedulerState:
         self._admissions = count()
         self._preempted_since: list[str] = []
 
-        self.lockstep = Lockstep(kv.block_size, config.max_model_len)
+        self._is_simple = len(kv.groups) == 1 and kv.groups[0].is_full_attention
+        events = None if self._is_simple else kv.decode_events()
+        self._most_taken = len(kv.groups)
+        """Blocks that a decoding request takes in one step, at most."""
+        self.lockstep = (
+            Lockstep(kv.block_size, config.max_model_len)
+            if events is None
+            else EventLockstep(events.period, events.residues, config.max_model_len)
+        )
         self._can_lockstep = (
             use_lockstep
-            and len(kv.groups) == 1
-            and kv.groups[0].is_full_attention
+            and (self._is_simple or events is not None)
             and speculation is None
             and not self._is_async
             and not self._by_priority
@@ -149,9 +159,7 @@ class SchedulerState:
             and self._token_budget >= config.max_num_seqs
         )
         self._scan = Scan.UNKNOWN
-        self._full_sequence_must_fit = (
-            config.scheduler_reserve_full_isl and len(kv.groups) == 1 and kv.groups[0].is_full_attention
-        )
+        self._full_sequence_must_fit = config.scheduler_reserve_full_isl and self._is_simple
         self._misfit: Misfit | None = None
         self._ready_holding: dict[str, None] = {}
         """Requests in `kv_holding_waiting` that are not parked: their load is over, and they did not fit yet."""

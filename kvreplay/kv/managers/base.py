@@ -289,6 +289,15 @@ class KVGroupManager(ABC):
         ids = table.ids
         return ids if ids[0] else ids[int((ids != NULL_BLOCK_ID).argmax()) :] if ids.any() else NO_BLOCKS
 
+    # -- decoding ---------------------------------------------------------------------------------------------
+
+    def decode_events(self, caching_unit: int) -> list[tuple[int, int]]:
+        """(size, residue): its blocks may change where the computed tokens, modulo size, are that.
+
+        `caching_unit`: blocks get their hashes whenever so many more tokens have been computed.
+        """
+        return [(self.block_size, 0), (caching_unit, caching_unit - 1)]
+
     # -- what a step takes along ------------------------------------------------------------------------------
 
     def take_new_block_ids(self) -> list[int]:

@@ -18,6 +18,9 @@ class ChunkedLocalManager(KVGroupManager):
     def skipped_tokens(self, num_computed_tokens: int) -> int:
         return num_computed_tokens // self.chunk * self.chunk
 
+    def decode_events(self, caching_unit: int) -> list[tuple[int, int]]:
+        return [*super().decode_events(caching_unit), (self.chunk, 0)]
+
     def find_longest_cache_hit(
         self, group: JointLookup, keys: Keys, max_length: int, *, drop_eagle_block: bool
     ) -> tuple[list[BlockIds], int]:

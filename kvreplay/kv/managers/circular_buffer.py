@@ -30,5 +30,8 @@ class CircularBufferManager(KVGroupManager):
     def cache_blocks(self, request: Hashable, keys: Keys, num_tokens: int, boundaries: Sequence[int]) -> BlockIds:
         return NO_BLOCKS
 
+    def decode_events(self, caching_unit: int) -> list[tuple[int, int]]:
+        return []
+
     def remove_skipped_blocks(self, request_id: str, num_processed_tokens: int) -> None:
         pass

@@ -75,6 +75,10 @@ class MambaManager(KVGroupManager):
             blocks.append(table)
         return blocks, (last + 1) * unit
 
+    def decode_events(self, caching_unit: int) -> list[tuple[int, int]]:
+        """The step after it has gone on in another block gives the one before back."""
+        return [*super().decode_events(caching_unit), (self.block_size, 1 % self.block_size)]
+
     def num_blocks_to_allocate(self, request_id: str, hit: BlockIds, need: Need) -> int:
         extra = self.block_size * self.num_spec_blocks
         return super().num_blocks_to_allocate(request_id, hit, need._replace(num_tokens=need.num_tokens + extra))

@@ -21,6 +21,10 @@ class SlidingWindowManager(KVGroupManager):
     def skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - self.window + 1 - self.spec.extra_retained_tokens)
 
+    def decode_events(self, caching_unit: int) -> list[tuple[int, int]]:
+        left = (self.window - 1 + self.spec.extra_retained_tokens) % self.block_size
+        return [*super().decode_events(caching_unit), (self.block_size, left)]
+
     def _blocks_for_hit(self, *, drop_eagle_block: bool) -> int:
         """Contiguous cached blocks that a hit needs, the one to be dropped included."""
         return cdiv(self.window - 1, self.block_size) + (1 if drop_eagle_block else 0)

@@ -1,0 +1,78 @@
+"""Lockstep with windows, states and several groups: a member is looked at only where its blocks change.
+
+Between such steps a decoding request takes, gives back and hashes nothing in any group. In them it does what a request
+outside lockstep does, in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvreplay.engine.lockstep import EventLockstep
+from kvreplay.engine.request import Request
+
+if TYPE_CHECKING:
+    from kvreplay.engine.sched.lockstep_layer import LockstepLayer
+
+
+class HybridGrowth:
+    def __init__(self, scheduler: LockstepLayer, lockstep: EventLockstep) -> None:
+        self._scheduler = scheduler
+        self._lockstep = lockstep
+        self.most_taken = len(scheduler.kv.groups)
+        """Blocks that one member takes in one step, at most."""
+
+    def grow_all(self, members: list[Request]) -> None:
+        """There are enough blocks for all."""
+        for request in members:
+            done = self.grow(request)
+            assert done, request
+
+    def grow(self, request: Request) -> bool:
+        """What the member's step does to its blocks. False if the pool is too small now."""
+        scheduler = self._scheduler
+        kv = scheduler.kv
+        self._lockstep.settle(request, scheduler.step)
+        num_computed = request.num_computed_tokens
+        if scheduler.on_member_grows is not None and kv.must_flush(request.request_id, num_computed):
+            scheduler.on_member_grows(request)
+        if scheduler.log.wants_blocks or scheduler._must_step:
+            return self._grow_openly(request, num_computed)
+        if not kv.decode_step(request, request.content.block_keys, num_computed):
+            return False
+        self._end()
+        return True
+
+    def _grow_openly(self, request: Request, num_computed: int) -> bool:
+        """For those who must hear of each block."""
+        scheduler = self._scheduler
+        new_blocks = scheduler.kv.allocate_slots(
+            request.request_id, num_computed_tokens=num_computed, num_tokens=request.num_tokens, num_new_tokens=1
+        )
+        if new_blocks is None:
+            return False
+        scheduler._note_allocated(request, new_blocks)
+        if scheduler.connector is not None:
+            for block_ids in new_blocks:
+                scheduler.connector.note_allocated(block_ids.tolist())
+        scheduler._cache_computed(request, num_computed + 1)
+        self._end()
+        return True
+
+    def _end(self) -> None:
+        scheduler = self._scheduler
+        scheduler._blocks_changed()
+        if scheduler.kv.has_mamba:
+            # Before the member writes into them, which it may do long before the next step that is scheduled openly.
+            blocks = scheduler.kv.take_blocks_to_zero()
+            if blocks and scheduler.on_blocks_to_zero is not None:
+                scheduler.on_blocks_to_zero(blocks)
+
+    def steps_until_shortage(self, step: int, limit: int) -> int:
+        """How many steps from `step` on, up to `limit`, can be taken whatever members take in them."""
+        free = self._scheduler.pool.num_free
+        for offset in range(limit):
+            free -= self._lockstep.num_needing_blocks(step + offset) * self.most_taken
+            if free < 0:
+                return offset
+        return limit
