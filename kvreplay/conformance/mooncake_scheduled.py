@@ -11,8 +11,8 @@ from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.scheduler import Scheduler
 from kvreplay.errors import ConfigError
 from kvreplay.events import DETAIL_RUN, Event
+from kvreplay.kv.attention_managers import make_cache_manager
 from kvreplay.kv.block_pool import BlockPool
-from kvreplay.kv.cache_manager import make_cache_manager
 from kvreplay.kv.content_index import TokenContent
 from kvreplay.kv.specs import MAMBA, MAMBA_ALIGN, MAMBA_NONE, KVCacheGroupSpec
 

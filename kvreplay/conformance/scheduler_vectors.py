@@ -23,8 +23,9 @@ from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.rules import SchedulerRules
 from kvreplay.errors import EngineFatal
 from kvreplay.events import DETAIL_RUN, Event
+from kvreplay.kv.attention_managers import make_cache_manager
 from kvreplay.kv.block_pool import BlockIds, BlockPool
-from kvreplay.kv.cache_manager import NO_DRAFTS, make_cache_manager
+from kvreplay.kv.cache_manager import NO_DRAFTS
 from kvreplay.kv.content_index import TokenContent, TokenIndex
 from kvreplay.kv.managers.mamba import BoundaryState
 from kvreplay.kv.specs import (

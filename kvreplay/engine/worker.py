@@ -21,9 +21,10 @@ from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.buffers import KVBuffers
 from kvreplay.kv.content import WordArray
+from kvreplay.kv.managers.base import KVGroupManager
 from kvreplay.kv.memory import BlockIds as AnyBlockIds
 from kvreplay.kv.memory import History, Provenance
-from kvreplay.kv.specs import MAMBA, KVCacheGroupSpec
+from kvreplay.kv.specs import MAMBA, KVCacheGroupSpec, cdiv
 
 _NO_LOAD = -1
 
@@ -53,6 +54,8 @@ class WorkerModel:
         self._null_writes: list[WrongBlock] = []
         specs = scheduler.kv.groups
         self._reads_from = [_first_read(spec) for spec in specs]
+        self._windows = [manager if _has_window(manager.spec) else None for manager in scheduler.kv.managers]
+        self._keeps_all = scheduler.connector is not None or scheduler.config.async_scheduling
         self._state_groups = [group for group, spec in enumerate(specs) if spec.kind == MAMBA]
         self._token_groups = [group for group, spec in enumerate(specs) if spec.kind != MAMBA]
         self.late_writes: list[LateWrite] = []
@@ -102,15 +105,38 @@ class WorkerModel:
                 self._write(share.request, share.start, share.end)  # what it has computed in this step is wrong, too
             share.request.clean_until = share.end
 
-    def _write(self, request: Request, start: int, end: int) -> None:
+    def _write(self, request: Request, start: int, end: int, *, is_late: bool = False) -> None:
+        """`is_late`: these tokens were computed in earlier steps, and windows may have left some of them behind."""
         buffers, taint = self.buffers, request.taint
         for group, table in enumerate(self.scheduler.kv.block_arrays(request.request_id)):
-            if buffers.write(table, request.content, group, start, end, taint):
+            first = start
+            window = self._windows[group]
+            if window is not None:
+                if not is_late and not table[start // window.block_size : cdiv(end, window.block_size)].all():
+                    self._null_writes.append(WrongBlock(NULL_BLOCK_ID, group, request.request_id, start, None, True))
+                first = self._first_kept(window, table, start, end)
+                if first >= end:
+                    continue
+            hits_null = buffers.write(table, request.content, group, first, end, taint)
+            if hits_null and window is None:
                 self._null_writes.append(WrongBlock(NULL_BLOCK_ID, group, request.request_id, start, None, True))
             if taint:
-                first, last = buffers.rows_of(group).places(start, end)
-                buffers.origins.update(dict.fromkeys(table[first:last].tolist(), request.tainted_by))
+                places = slice(*buffers.rows_of(group).places(first, end))
+                buffers.origins.update(dict.fromkeys(table[places].tolist(), request.tainted_by))
+                buffers.origins.pop(NULL_BLOCK_ID, None)
         request.written_until = end
+
+    def _first_kept(self, window: KVGroupManager, table: BlockIds, start: int, end: int) -> int:
+        """The first of tokens [start, end) that anybody may still read: before the window only what has a hash, or what
+        a connector may look at."""
+        size = window.block_size
+        live = window.skipped_tokens(end) // size
+        if live * size <= start:
+            return start
+        behind = table[start // size : live]
+        is_kept = behind != NULL_BLOCK_ID if self._keeps_all else self.scheduler.pool.is_cached(behind)
+        places = is_kept.nonzero()[0]
+        return max(start, (start // size + int(places[0]) if len(places) else live) * size)
 
     def _read(self, share: Share, groups: Sequence[int]) -> bool:
         """Look at everything before the share that has not been verified yet. Returns whether something is wrong."""
@@ -194,7 +220,7 @@ class WorkerModel:
     def flush(self, request: Request) -> None:
         """Write what a decoding request has computed since it was last written; its counters are up to date."""
         if request.written_until < request.num_computed_tokens:
-            self._write(request, request.written_until, request.num_computed_tokens)
+            self._write(request, request.written_until, request.num_computed_tokens, is_late=True)
             request.clean_until = request.num_computed_tokens
 
     def _flush_members(self) -> None:
@@ -205,7 +231,7 @@ class WorkerModel:
             assert since is not None
             upto = request.num_computed_tokens + scheduler.step - since + 1
             if request.written_until < upto:
-                self._write(request, request.written_until, upto)
+                self._write(request, request.written_until, upto, is_late=True)
                 request.clean_until = upto
 
     # -- what happens to blocks -------------------------------------------------------------------------------
@@ -324,6 +350,10 @@ class WorkerModel:
             if request.taint and not before and request.lockstep_since is not None:
                 # It writes wrong words from this step on: let it do so openly.
                 self.scheduler.materialise_member(request, out)
+
+
+def _has_window(spec: KVCacheGroupSpec) -> bool:
+    return spec.sliding_window is not None or spec.attention_chunk_size is not None
 
 
 def _first_read(spec: KVCacheGroupSpec) -> Callable[[int], int]:

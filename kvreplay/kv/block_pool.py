@@ -76,6 +76,7 @@ class BlockPool:
         self._key_view = self.keys.data
         self._queue_view = self._queue.data
         self._first_view = self._first.data
+        self._place_view = self._place.data
 
     # -- looking ----------------------------------------------------------------------------------------------
 
@@ -218,6 +219,24 @@ class BlockPool:
         else:
             self._put_first(freed[uncached])
             self._put_last(freed[~uncached])
+
+    def free_one(self, block_id: int) -> None:
+        """`free_blocks` for the caller who has just one, not the null block."""
+        count = self._ref_view[block_id] - 1
+        assert count >= 0, "block freed twice"
+        self._ref_view[block_id] = count
+        if count:
+            return
+        if self._head == 0 or self._tail == len(self._queue):
+            self._recentre()
+        if self.enable_caching and self._key_view[block_id] != NO_KEY:
+            place = self._tail
+            self._tail += 1
+        else:
+            place = self._head = self._head - 1
+        self.num_free += 1
+        self._queue_view[place] = block_id
+        self._place_view[block_id] = place
 
     def free_each(self, ordered: Sequence[int]) -> None:
         """`free_blocks` for a list in which a block may stand several times."""

@@ -24,9 +24,10 @@ from kvreplay.engine.scheduler import Scheduler
 from kvreplay.engine.worker import WorkerModel
 from kvreplay.errors import EngineFatal
 from kvreplay.events import EventSink
+from kvreplay.kv.attention_managers import make_cache_manager
 from kvreplay.kv.block_pool import BlockPool
 from kvreplay.kv.block_rows import words_per_block
-from kvreplay.kv.cache_manager import KVCacheManager, make_cache_manager
+from kvreplay.kv.cache_manager import KVCacheManager
 from kvreplay.kv.content_index import ContentIndex
 from kvreplay.kv.memory import KVMemory, NullMemory
 from kvreplay.replay.config import ReplayConfig, Role

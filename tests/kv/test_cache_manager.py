@@ -8,13 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvreplay.kv.attention_managers import FullAttentionCacheManager, make_cache_manager
 from kvreplay.kv.block_pool import BlockPool
-from kvreplay.kv.cache_manager import (
-    BlocksOfRequest,
-    FullAttentionCacheManager,
-    KVCacheManager,
-    make_cache_manager,
-)
+from kvreplay.kv.cache_manager import BlocksOfRequest, KVCacheManager
 from kvreplay.kv.specs import FULL, SLIDING_WINDOW, KVCacheGroupSpec
 
 BLOCK = 4

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from kvreplay.errors import ConfigError
+from kvreplay.kv.attention_managers import make_cache_manager
 from kvreplay.kv.block_pool import BlockPool
-from kvreplay.kv.cache_manager import KVCacheManager, make_cache_manager
+from kvreplay.kv.cache_manager import KVCacheManager
 from kvreplay.kv.lookup import FoundPrefix
 from kvreplay.kv.specs import FULL, MAMBA, MAMBA_ALIGN, MLA, SLIDING_WINDOW, SLIDING_WINDOW_MLA, KVCacheGroupSpec
 

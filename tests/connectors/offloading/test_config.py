@@ -9,8 +9,8 @@ from kvreplay.connectors.offloading.groups import drafting, engine_layout, offlo
 from kvreplay.connectors.offloading.layout import OffloadGroup, OffloadLayout
 from kvreplay.errors import ConfigError
 from kvreplay.kv import specs
+from kvreplay.kv.attention_managers import make_cache_manager
 from kvreplay.kv.block_pool import BlockPool
-from kvreplay.kv.cache_manager import make_cache_manager
 from kvreplay.kv.specs import KVCacheGroupSpec
 from tests.connectors.offloading.desk import Settings, full, state, window
 

@@ -1,0 +1,206 @@
+"""Cache managers with a shorter way to the same blocks, and which one there is for which groups."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvreplay.errors import EngineFatal
+from kvreplay.ids import NULL_BLOCK_ID
+from kvreplay.kv.block_pool import NO_KEY, BlockIds, BlockPool, Keys
+from kvreplay.kv.block_table import UNTRACKED, BlockTable
+from kvreplay.kv.cache_manager import NO_DRAFTS, DraftRules, KVCacheManager
+from kvreplay.kv.lookup import FoundPrefix, Hit
+from kvreplay.kv.managers.base import NO_BLOCKS, Hashable
+from kvreplay.kv.specs import KVCacheGroupSpec, cdiv
+
+
+class FullAttentionCacheManager(KVCacheManager):
+    """One group of full attention: nothing leaves a table while its request lives, and hits hold no null blocks.
+
+    The same decisions as `KVCacheManager` makes, without looking at what cannot be.
+    """
+
+    def get_computed_blocks(self, keys: Keys, num_tokens: int) -> FoundPrefix:
+        if not self.pool.enable_caching:
+            return FoundPrefix(self.no_hit, 0)
+        blocks = self.pool.find_prefix(keys[: (num_tokens - 1) // self.block_size])
+        return FoundPrefix((blocks,), len(blocks) * self.block_size)
+
+    def num_blocks_to_finish(
+        self, request_id: str, num_tokens: int, num_computed_tokens: int, num_draft_slots: int = 0
+    ) -> int:
+        table = self.managers[0].tables.get(request_id)
+        held = table.num_blocks if table is not None else 0
+        return max(cdiv(min(num_tokens, self.max_model_len) + num_draft_slots, self.block_size) - held, 0)
+
+    def allocate_slots(
+        self,
+        request_id: str,
+        *,
+        num_computed_tokens: int,
+        num_tokens: int,
+        num_new_tokens: int,
+        hit: Hit | None = None,
+        num_local_tokens: int = 0,
+        num_external_tokens: int = 0,
+        num_lookahead_tokens: int = 0,
+        num_in_flight_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        apply_watermark: bool = False,
+        reserved_blocks: int = 0,
+        loaded_groups: frozenset[int] = frozenset(),
+    ) -> tuple[BlockIds, ...] | None:
+        assert num_new_tokens or num_local_tokens or num_external_tokens, request_id
+        pool, block_size = self.pool, self.block_size
+        tables = self.managers[0].tables
+        table = tables.get(request_id)
+        held = table.num_blocks if table is not None else 0
+        found = hit[0] if hit is not None else self.no_hit[0]
+        if len(found) and table is not None and table.num_cached != UNTRACKED:
+            raise EngineFatal("AssertionError")
+        leaving = pool.num_evictable(found) if len(found) else 0
+        if apply_watermark:
+            leaving += self.watermark_blocks
+        have = held + len(found)
+        if full_sequence_must_fit:
+            needed = max(cdiv(min(num_tokens, self.max_model_len), block_size) - have, 0)
+            if needed + leaving > pool.num_free:
+                return None
+        end = num_computed_tokens + num_local_tokens + num_external_tokens + num_new_tokens + num_lookahead_tokens
+        required = cdiv(min(end, self.max_model_len), block_size)
+        if max(required - have, 0) + leaving > pool.num_free - reserved_blocks:
+            return None
+        if table is None:
+            table = tables[request_id] = BlockTable(max(required, have) + 1)
+        if (len(found) or num_external_tokens) and table.num_cached == UNTRACKED:
+            assert not held, request_id
+            if len(found):
+                pool.touch(found)
+                table.extend(found)
+            table.num_cached = table.num_blocks
+        if required <= table.num_blocks:
+            return self.no_hit
+        taken = pool.get_new_blocks(required - table.num_blocks)
+        table.extend(taken)
+        return (taken,)
+
+    def remove_skipped_blocks(self, request_id: str, num_processed_tokens: int) -> None:
+        pass
+
+    def cache_blocks(self, request: Hashable, keys: Keys, num_tokens: int) -> list[BlockIds]:
+        if not self.pool.enable_caching:
+            return []
+        table = self.managers[0].table(request.request_id)
+        start = max(table.num_cached, 0)
+        end = min(num_tokens, request.num_tokens) // self.block_size
+        if start >= end:
+            return [NO_BLOCKS]
+        table.num_cached = end
+        block_ids, keys = table.ids[start:end], keys[start:end]
+        if self.caches_again:
+            is_new = self.pool.keys[block_ids] == NO_KEY
+            block_ids, keys = block_ids[is_new], keys[is_new]
+        self.pool.cache(block_ids, keys)
+        return [block_ids]
+
+
+class UniformAttentionCacheManager(KVCacheManager):
+    """Groups of full attention and windows over blocks of one size, of which no hit needs generated blocks in windows.
+
+    The same decisions as `KVCacheManager` makes; a decoding request's take a few operations instead of arrays.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:  # noqa: ANN401 - those of KVCacheManager
+        super().__init__(*args, **settings)
+        self._windows = [
+            (manager, manager.spec.sliding_window - 1 + manager.spec.extra_retained_tokens)
+            for manager in self.managers
+            if manager.spec.sliding_window is not None
+        ]
+
+    def must_flush(self, request_id: str, num_computed: int) -> bool:
+        """What windows leave behind of generated tokens has no hash: nobody will read it."""
+        return False
+
+    def decode_step(self, request: Hashable, keys: Keys, num_computed: int) -> bool:
+        pool, size, request_id = self.pool, self.block_size, request.request_id
+        for manager, reach in self._windows:
+            left, rest = divmod(num_computed - reach, size)
+            if not rest and left > 0:
+                view = manager.tables[request_id].view
+                block_id = view[left - 1]
+                if block_id:
+                    view[left - 1] = NULL_BLOCK_ID
+                    pool.free_one(block_id)
+        index, offset = divmod(num_computed, size)
+        if not offset:
+            if pool.num_free < len(self.managers):
+                return False
+            for manager in self.managers:
+                manager.tables[request_id].append(pool.take_one())
+        if offset == size - 1 and pool.enable_caching:
+            self._cache_filled(request, keys, index)
+        return True
+
+    def _cache_filled(self, request: Hashable, keys: Keys, index: int) -> None:
+        """The step fills this block of each group. What windows keep is what a replay of the prompt needs."""
+        tables = [manager.tables[request.request_id] for manager in self.managers]
+        if any(table.num_cached != index for table in tables):
+            self.cache_blocks(request, keys, (index + 1) * self.block_size)
+            return
+        key = int(keys[index]) * len(tables)
+        for group, table in enumerate(tables):
+            table.num_cached = index + 1
+            if self.groups[group].is_full_attention:
+                self.pool.cache_one(table.view[index], key + group)
+
+
+def make_cache_manager(
+    groups: Sequence[KVCacheGroupSpec],
+    pool: BlockPool,
+    *,
+    max_model_len: int,
+    max_in_flight_tokens: int,
+    watermark: float = 0.0,
+    retention_interval: int | None = 0,
+    hash_block_size: int | None = None,
+    drafts: DraftRules = NO_DRAFTS,
+    exact_estimates: bool = False,
+    looks_at_whole_chunks: bool = False,
+    keeps_state_below_mark: bool = False,
+) -> "KVCacheManager":
+    """The manager for these groups; some have a shorter way to the same blocks.
+
+    `hash_block_size`: what one of the requests' prefix hashes covers, if not what the groups' sizes suggest.
+    `keeps_state_below_mark`: as in `CacheRules`.
+    """
+    return _kind_for(groups, drafts, retention_interval)(
+        groups,
+        pool,
+        max_model_len=max_model_len,
+        max_in_flight_tokens=max_in_flight_tokens,
+        watermark=watermark,
+        retention_interval=retention_interval,
+        hash_block_size=hash_block_size,
+        drafts=drafts,
+        exact_estimates=exact_estimates,
+        looks_at_whole_chunks=looks_at_whole_chunks,
+        keeps_state_below_mark=keeps_state_below_mark,
+    )
+
+
+def _kind_for(
+    groups: Sequence[KVCacheGroupSpec], drafts: DraftRules, retention_interval: int | None
+) -> type[KVCacheManager]:
+    if drafts != NO_DRAFTS:
+        return KVCacheManager
+    if len(groups) == 1 and groups[0].is_full_attention:
+        return FullAttentionCacheManager
+    is_uniform = len({group.block_size for group in groups}) == 1 and retention_interval == 0
+    if len(groups) > 1 and is_uniform and all(_is_plain(group) for group in groups):
+        return UniformAttentionCacheManager
+    return KVCacheManager
+
+
+def _is_plain(group: KVCacheGroupSpec) -> bool:
+    is_kind = group.is_full_attention or group.is_sliding_window
+    return is_kind and group.prefix_cacheable and not group.is_eagle
