@@ -1,5 +1,6 @@
 """The scheduler's requests that decode in lockstep: when that is exact, how their blocks grow, and how they leave."""
 
+from bisect import bisect_left
 from collections.abc import Callable
 
 import numpy as np
@@ -46,7 +47,27 @@ class LockstepLayer(SchedulerState):
             return True
         first = next(iter(explicit.values()))
         last_member = next(request for request in reversed(self.running.values()) if request.lockstep_since is not None)
-        return first.lockstep_order > last_member.lockstep_order
+        if first.lockstep_order > last_member.lockstep_order:
+            return True
+        return self._chunks.block_size is not None and self._leaves_enough()
+
+    def _leaves_enough(self) -> bool:
+        """Whether chunks that end at a state's boundary would be the same if members came last, and leave them their
+        tokens."""
+        orders = sorted(request.lockstep_order for request in self.lockstep)
+        budget = self.config.token_budget
+        for request in self._explicit.values():
+            start = request.num_computed_tokens
+            num_after = len(orders) - bisect_left(orders, request.lockstep_order)
+            reserved = budget - len(orders)
+            if reserved <= 0:
+                return False
+            wanted = request.num_tokens - start
+            num_tokens = self._chunks.aligned(request, start, min(wanted, reserved))
+            if num_tokens != self._chunks.aligned(request, start, min(wanted, reserved + num_after)):
+                return False
+            budget -= num_tokens
+        return True
 
     @property
     def can_coast(self) -> bool:

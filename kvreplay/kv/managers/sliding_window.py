@@ -40,6 +40,13 @@ class SlidingWindowManager(KVGroupManager):
         num_blocks = max_length // self.block_size
         if num_blocks > len(block_keys):  # hashes that cover tokens to come are fewer than blocks
             raise EngineFatal("IndexError", "list index out of range")
+        need = self._blocks_for_hit(drop_eagle_block=False)
+        if self.rules.hit_alignment == self.block_size and not drop_eagle_block and 0 < need <= num_blocks:
+            # As a rule the last window is there, or nothing of it.
+            tail = group.find(block_keys[num_blocks - need : num_blocks])
+            if tail[0].all():
+                outside = np.zeros(num_blocks - need, np.int64)
+                return [np.concatenate([outside, ids]) for ids in tail], num_blocks * self.block_size
         found = group.find(block_keys[:num_blocks])
         start, length = self._rightmost_run(found[0] != NULL_BLOCK_ID, drop_eagle_block=drop_eagle_block)
         if drop_eagle_block and length:
