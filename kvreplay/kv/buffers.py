@@ -45,6 +45,7 @@ class KVBuffers:
             [BlockRows(self.words, blocks)] if isinstance(blocks, int) else rows_of_groups(self.words, blocks)
         )
         self._is_uniform = isinstance(blocks, int)
+        self._last_words: tuple[Content | None, int, int, WordArray] = (None, 0, 0, np.zeros(0, np.uint64))
         self.provenance: dict[int, Provenance] = {}
         """Blocks whose words a fault has changed, or that were written by someone without the right to."""
         self.origins: dict[int, object] = {}
@@ -79,11 +80,22 @@ class KVBuffers:
         mixed = np.bitwise_xor.reduce(words * (positions.astype(np.uint64) * np.uint64(2) + np.uint64(1)))
         return int(mixed) | 1
 
-    @staticmethod
-    def _expected(content: Content, group: int, start: int, end: int) -> WordArray:
-        words = content.fingerprints(start, end)
+    def _expected(self, content: Content, group: int, start: int, end: int) -> WordArray:
+        if self._is_uniform or len(self.rows) == 1:
+            words = content.fingerprints(start, end)
+        else:
+            words = self._shared_words(content, start, end)
         if group:
             words = words + np.uint64(group * _GROUP_STEP & _MASK)
+        return words
+
+    def _shared_words(self, content: Content, start: int, end: int) -> WordArray:
+        """Groups ask one after the other for the same tokens."""
+        last, last_start, last_end, words = self._last_words
+        if last is content and last_start == start and last_end == end:
+            return words
+        words = content.fingerprints(start, end)
+        self._last_words = (content, start, end, words)
         return words
 
     def _forget_history(self, block_ids: BlockIds) -> None:

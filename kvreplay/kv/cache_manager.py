@@ -127,6 +127,8 @@ class KVCacheManager:
         self.lookup = PrefixLookup(self.managers, self.rules, eagle_groups if drafts.drops_block else frozenset())
         self._check_caching()
         self.no_hit: Hit = no_hit(len(groups))
+        self.num_filled = 0
+        """Blocks that got their hash as decoding requests filled them, where that is counted."""
         self.caches_again = False
         """Some request offers blocks a second time, which others may have cached for it meanwhile."""
         self.prefix_replay_tokens = max((group.prefix_replay_tokens for group in groups), default=0)
@@ -364,6 +366,11 @@ class KVCacheManager:
     def pop_blocks_for_free(self, request_id: str) -> tuple[BlockIds, ...]:
         """The request's blocks, which nobody frees yet; its tables are gone."""
         return tuple(manager.pop_blocks_for_free(request_id) for manager in self.managers)
+
+    def least_blocks(self, num_tokens: int, hit: Hit, num_local: int) -> int | None:
+        """Blocks from the free queue without which a new request of so many tokens cannot fit as a whole, whoever uses
+        the blocks that it hits. None: that is not known."""
+        return None
 
     # -- decoding ---------------------------------------------------------------------------------------------
 

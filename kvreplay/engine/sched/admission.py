@@ -112,17 +112,6 @@ class AdmissionLayer(RunningLayer):
         """Whether a request that was passed over holds blocks: nobody without may stand in front of it."""
         return request.status is RequestStatus.WAITING_FOR_REMOTE_KVS or request.num_computed_tokens > 0
 
-    def _still_does_not_fit(self) -> bool:
-        """Whether the first in the queue cannot have come to fit, whatever a lookup would find."""
-        misfit = self._misfit
-        if misfit is None or self.kv_holding_waiting or not self._full_sequence_must_fit:
-            return False
-        request = misfit.request
-        if not self.waiting or self.waiting.peek() is not request or request.num_tokens != misfit.num_tokens:
-            self._misfit = None
-            return False
-        return misfit.least_blocks - (self.pool.num_inserted - misfit.num_inserted) > self.pool.num_free
-
     def _admit(self, request: Request, threshold: int, out: SchedulerOutput, *, defer_prefills: bool) -> Share | _Head:
         """Admit the head of a queue, whose load is not under way, to run, or into a load, or not."""
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
@@ -329,8 +318,9 @@ class AdmissionLayer(RunningLayer):
         if new_blocks is not None:
             self._note_allocated(request, new_blocks)
         elif hit is not None and self._may_settle and not admission.num_external:
-            least = -(-request.num_tokens // self.kv.block_size) - sum(len(blocks) for blocks in hit)
-            self._misfit = Misfit(request, request.num_tokens, least, self.pool.num_inserted)
+            least = self.kv.least_blocks(request.num_tokens, hit, admission.num_local)
+            if least is not None:
+                self._misfit = Misfit(request, request.num_tokens, least, self._num_inserted)
         return new_blocks
 
     def _reserved_blocks(self) -> int:

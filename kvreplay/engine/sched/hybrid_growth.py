@@ -61,7 +61,8 @@ class HybridGrowth:
 
     def _end(self) -> None:
         scheduler = self._scheduler
-        scheduler._blocks_changed()
+        if not scheduler._still_does_not_fit():
+            scheduler._blocks_changed()
         if scheduler.kv.has_mamba:
             # Before the member writes into them, which it may do long before the next step that is scheduled openly.
             blocks = scheduler.kv.take_blocks_to_zero()
@@ -69,10 +70,20 @@ class HybridGrowth:
                 scheduler.on_blocks_to_zero(blocks)
 
     def steps_until_shortage(self, step: int, limit: int) -> int:
-        """How many steps from `step` on, up to `limit`, can be taken whatever members take in them."""
-        free = self._scheduler.pool.num_free
+        """How many steps from `step` on, up to `limit`, can be taken whatever members take in them, or give back."""
+        scheduler = self._scheduler
+        free = scheduler.pool.num_free
+        missing = limit * len(scheduler.kv.groups) * len(self._lockstep) + 1
+        if (
+            scheduler.num_waiting
+            and len(scheduler.running) < scheduler.max_num_active
+            and scheduler._misfit is not None
+        ):
+            missing = scheduler._blocks_missing(scheduler._misfit)
         for offset in range(limit):
-            free -= self._lockstep.num_needing_blocks(step + offset) * self.most_taken
-            if free < 0:
+            changed = self._lockstep.num_needing_blocks(step + offset) * self.most_taken
+            free -= changed
+            missing -= changed
+            if free < 0 or missing <= 0:
                 return offset
         return limit

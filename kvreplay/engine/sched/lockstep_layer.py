@@ -9,7 +9,7 @@ from kvreplay.engine.lockstep import EventLockstep
 from kvreplay.engine.output import SchedulerOutput, Share
 from kvreplay.engine.request import Request
 from kvreplay.engine.sched.hybrid_growth import HybridGrowth
-from kvreplay.engine.sched.state import Scan, SchedulerState
+from kvreplay.engine.sched.state import Misfit, Scan, SchedulerState
 from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.block_table import BlockTable
@@ -105,8 +105,32 @@ class LockstepLayer(SchedulerState):
         # A block that fills while coasting could be what the request that does not fit was waiting to hit.
         if self._scan is Scan.EXHAUSTED:
             return True
-        # Nor does it where members give blocks back as they go.
-        return self._scan is Scan.BLOCKED and not self._output_is_shared and self._hybrid_growth is None
+        if self._scan is not Scan.BLOCKED or self._output_is_shared:
+            return False
+        # Members with windows give blocks back as they go.
+        return self._hybrid_growth is None or self._still_does_not_fit()
+
+    def _still_does_not_fit(self) -> bool:
+        """Whether the first in the queue cannot have come to fit, whatever a lookup would find."""
+        misfit = self._misfit
+        if misfit is None or self.kv_holding_waiting or not self._full_sequence_must_fit:
+            return False
+        request = misfit.request
+        if not self.waiting or self.waiting.peek() is not request or request.num_tokens != misfit.num_tokens:
+            self._misfit = None
+            return False
+        return self._blocks_missing(misfit) > 0
+
+    def _blocks_missing(self, misfit: Misfit) -> int:
+        """At least so many more must be free before it fits; not above 0: it may fit."""
+        # Whatever has been cached since may be a hit by now, and save a block in each group.
+        saved = (self._num_inserted - misfit.num_inserted) * self._most_taken
+        return misfit.least_blocks - saved - self.pool.num_free
+
+    @property
+    def _num_inserted(self) -> int:
+        """Blocks that ever got a hash that who waits could hit."""
+        return self.pool.num_inserted - (0 if self._output_is_shared else self.kv.num_filled)
 
     def steps_until_shortage(self, step: int, limit: int) -> int:
         """How many steps from `step` on, up to `limit`, lockstep can take without running out of free blocks."""

@@ -159,7 +159,7 @@ class SchedulerState:
             and self._token_budget >= config.max_num_seqs
         )
         self._scan = Scan.UNKNOWN
-        self._full_sequence_must_fit = config.scheduler_reserve_full_isl and self._is_simple
+        self._full_sequence_must_fit = config.scheduler_reserve_full_isl
         self._misfit: Misfit | None = None
         self._ready_holding: dict[str, None] = {}
         """Requests in `kv_holding_waiting` that are not parked: their load is over, and they did not fit yet."""
