@@ -60,6 +60,8 @@ class SchedulerConnector(Protocol):
         """Steps must not be skipped, and each block that a step gives out must be told."""
         ...
 
+    follows_windows: bool
+    """It must see every step of a request whose blocks do not all stay with it."""
     completes_failed_loads: bool
     """A load that is reported as failed is also reported as finished, once nothing of it can arrive any more."""
 
@@ -128,6 +130,7 @@ class PlainSchedulerHalf:
     lookup_version = 0
     needs_every_step = False
     completes_failed_loads = True
+    follows_windows = False
 
     def needs_share(self, request_id: str) -> bool:
         return False

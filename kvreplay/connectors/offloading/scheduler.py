@@ -100,6 +100,7 @@ class OffloadingScheduler:
         """Blocks given to requests in this step, hits and null blocks included."""
 
     completes_failed_loads = True
+    follows_windows = True
 
     @property
     def lookup_is_pure(self) -> bool:
