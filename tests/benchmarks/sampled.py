@@ -20,12 +20,19 @@ from types import FrameType
 INTERVAL_S = 0.002
 
 PARTS: dict[str, tuple[str, ...]] = {
-    "scheduler": ("engine/scheduler", "engine/lockstep", "engine/queues", "engine/recovery", "engine/request"),
+    "scheduler": ("engine/sched", "engine/lockstep", "engine/queues", "engine/recovery", "engine/request"),
     "instance and clock": ("engine/instance", "engine/log", "sim/event_loop", "replay/timing"),
     "accounts": ("engine/accounts",),
-    "block pool and tables": ("kv/block_pool", "kv/block_table", "kv/cache_manager", "kv/managers", "kv/lookup"),
+    "block pool and tables": (
+        "kv/block_pool",
+        "kv/block_table",
+        "kv/block_list",
+        "kv/cache_manager",
+        "kv/managers",
+        "kv/lookup",
+    ),
     "hashing": ("kv/content",),
-    "buffers": ("kv/buffers", "engine/worker", "kv/memory"),
+    "buffers": ("kv/buffers", "kv/block_rows", "engine/worker", "engine/suspects", "kv/memory"),
     "connector, bus, faults": ("connectors/", "transport/", "sim/", "faults/", "replay/network"),
     "trace": ("trace/", "events"),
     "checkers and summary": ("checkers/", "verdict/"),
