@@ -19,11 +19,11 @@ def tiers(frame: pl.DataFrame, usage: pl.DataFrame) -> Tiers | None:
     total = dict(usage.group_by("status").agg(pl.col("grown").sum()).rows())
     loads = _loads(frame)
     started = loads.filter(pl.col("kind") == "load.started")
-    failed = int(loads.filter(pl.col("kind") == "load.failed")["num_tokens"].sum())
+    lost = int(started.select(pl.min_horizontal("num_tokens", "lost")).sum().item())
     by_tier = dict(started.group_by("tier").agg(pl.col("num_tokens").sum()).sort("tier").rows())
     return Tiers(
         hit_tokens={GPU: total.get("hit_tokens", 0), **by_tier},
-        saved_tokens=max(0, sum(by_tier.values()) - failed),
+        saved_tokens=sum(by_tier.values()) - lost,
         cpu_chunks=highest["num_cpu_chunks"],
         peak_cpu_chunks=highest.get("cpu_chunks", 0),
         stored=_direction(total, "store", rows_of(frame, _kinds("store"), "kind").collect()),
@@ -45,11 +45,16 @@ def _kinds(what: str) -> list[str]:
 
 
 def _loads(frame: pl.DataFrame) -> pl.DataFrame:
-    """Loads from a tier: kind, num_tokens, tier. What follows a load's start is about that load."""
+    """Loads from a tier: kind, num_tokens, tier, lost: what a failure that follows took back, local hits included.
+
+    What follows a load's start is about that load.
+    """
     rows = rows_of(frame, _kinds("load"), "instance", "request_id", "kind", "num_tokens", "status").collect()
     source = pl.when(pl.col("kind") == "load.started").then(pl.col("status").fill_null(""))
     tier = source.forward_fill().over("instance", "request_id")
-    return rows.select("kind", "num_tokens", tier=tier).filter(pl.col("tier") != "")
+    has_failed = pl.col("kind").shift(-1).over("instance", "request_id") == "load.failed"
+    lost = pl.when(has_failed).then(pl.col("num_tokens").shift(-1).over("instance", "request_id")).otherwise(0)
+    return rows.select("kind", "num_tokens", tier=tier, lost=lost).filter(pl.col("tier") != "")
 
 
 def _direction(total: dict[str, int], what: str, jobs: pl.DataFrame) -> Direction:
