@@ -16,6 +16,7 @@ NULL_BLOCK: Final = "NULL-BLOCK"
 OUTPUT_EQUAL: Final = "OUTPUT-EQUAL"
 PROGRESS: Final = "PROGRESS"
 RANK_AGREE: Final = "RANK-AGREE"
+STORE_CONTENT: Final = "STORE-CONTENT"
 
 
 class Finding(NamedTuple):

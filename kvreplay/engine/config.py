@@ -130,6 +130,8 @@ class CacheConfig:
     num_gpu_blocks: int
     enable_prefix_caching: bool = True
     prefix_cache_retention_interval: int | None = 0
+    prefix_match_unit: int | None = None
+    """Tokens of one prefix hash, with several KV cache groups; None: the greatest that divides all of their blocks."""
 
     def __post_init__(self) -> None:
         if self.num_gpu_blocks < 2:
@@ -137,3 +139,5 @@ class CacheConfig:
         interval = self.prefix_cache_retention_interval
         if interval is not None and interval < 0:
             raise ConfigError(f"cache.prefix_cache_retention_interval must be >= 0, got {interval}")
+        if self.prefix_match_unit is not None and self.prefix_match_unit <= 0:
+            raise ConfigError(f"cache.prefix_match_unit must be > 0, got {self.prefix_match_unit}")

@@ -13,7 +13,6 @@ from kvreplay.faults.plan import FaultPlan
 from kvreplay.faults.topology import TopologyInfo, check_possible
 from kvreplay.ids import NS_PER_S
 from kvreplay.kv.content_index import ContentIndex
-from kvreplay.kv.specs import resolve_block_sizes
 from kvreplay.replay.config import ReplayConfig
 from kvreplay.replay.ends import Ends
 from kvreplay.replay.findings import LiveFindings
@@ -84,7 +83,7 @@ class Cluster:
         self.bus = Bus(self.loop, LinkNetwork(config.network))
         self.injector = Injector(settings.plan, settings.seed, sink, self.loop, self.bus)
         self.sink = self.injector.sink
-        self.index = ContentIndex(workload.arrivals, resolve_block_sizes(config.model.groups).hashing)
+        self.index = ContentIndex(workload.arrivals, config.hash_block_size)
         self.findings = LiveFindings(self.loop, self.sink, self.injector.blame.of_request)
         self.roles = instance_names(config)
         surroundings = Surroundings(

@@ -227,6 +227,7 @@ class ReplayConfig:
                 raise ConfigError("connector.kind: simple_cpu is modelled for one group of full attention")
         if has_mooncake and not self.topology.is_disaggregated:
             raise ConfigError(f"connector.kind: {self.connector.kind} needs topology.prefill and topology.decode")
+        assert self.hash_block_size > 0  # or it raises
         for role, config in self.roles.items():
             self._check_ranks(role)
             check_role(self.model, role, config)
@@ -250,6 +251,14 @@ class ReplayConfig:
             has_states=any(group.kind == MAMBA for group in model.groups),
         )
         return Sharding.of(heads, [self.topology.parallel_sizes(role) for role in self.topology.roles])
+
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens of one prefix hash; the same everywhere, since contents are known by it."""
+        units = {config.cache.prefix_match_unit for config in self.roles.values()}
+        if len(units) > 1:
+            raise ConfigError("cache.prefix_match_unit: all roles must have the same")
+        return resolve_block_sizes(self.model.groups, hash_block_size=units.pop()).hashing
 
     def role(self, role: Role) -> RoleConfig:
         return self.roles[role]

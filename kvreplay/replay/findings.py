@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 from kvreplay.checkers.conservation import check_conservation, check_drained, snapshot_of
-from kvreplay.checkers.finding import CONTENT, FENCE, NULL_BLOCK, Finding
+from kvreplay.checkers.finding import CONTENT, FENCE, NULL_BLOCK, STORE_CONTENT, Finding
+from kvreplay.checkers.store_content import ForeignBlock
 from kvreplay.engine.instance import Instance
 from kvreplay.engine.suspects import WrongBlock
 from kvreplay.engine.worker import LateWrite
@@ -55,6 +56,20 @@ class LiveFindings:
         )
         whose = provenance.request_id if provenance is not None else wrong.request_id
         self._emit(finding, self._fault_behind(provenance, whose))
+
+    def foreign_store(self, instance: str, request_id: str, transfer_id: str, block: ForeignBlock) -> None:
+        """A store reads a block that holds other tokens than those of its key."""
+        finding = Finding(
+            STORE_CONTENT,
+            self._loop.now_ns,
+            "what is stored belongs to other tokens by now",
+            instance=instance,
+            request_id=request_id,
+            block_id=block.block_id,
+            group=block.group,
+            transfer_id=transfer_id,
+        )
+        self._emit(finding, None)
 
     def _null_block(self, instance: Instance, wrong: WrongBlock) -> None:
         act = "computed into" if wrong.is_write else "read from"

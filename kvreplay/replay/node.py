@@ -142,6 +142,7 @@ class Node:
             max_in_flight_tokens=role.scheduler.max_in_flight_tokens,
             watermark=role.scheduler.watermark,
             retention_interval=role.cache.prefix_cache_retention_interval,
+            hash_block_size=role.cache.prefix_match_unit,
             exact_estimates=rules.exact_estimates,
             looks_at_whole_chunks=rules.looks_at_whole_chunks,
             keeps_state_below_mark=around.behaviour["offload_state_below_mark"] == "unhashed",
@@ -239,6 +240,7 @@ class Node:
             behaviour=around.behaviour,
             bus=around.bus,
             log=log,
+            findings=around.findings,
             on_report=lambda: self.instance.poke(),
         )
 

@@ -1,8 +1,9 @@
 """An instance's offloading connector with all that it is made of."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvreplay.behaviour import Behaviour
+from kvreplay.checkers.store_content import foreign_blocks
 from kvreplay.connectors.offloading.accounts import OffloadAccounts
 from kvreplay.connectors.offloading.behaviour import offload_behaviour
 from kvreplay.connectors.offloading.config import OffloadingConfig, nanoseconds
@@ -14,11 +15,13 @@ from kvreplay.connectors.offloading.manager import OffloadingManager
 from kvreplay.connectors.offloading.manager_bus import ManagerOverBus
 from kvreplay.connectors.offloading.scheduler import OffloadingScheduler
 from kvreplay.connectors.offloading.storage_tier import StorageTier
+from kvreplay.connectors.offloading.structs import TransferJob
 from kvreplay.connectors.offloading.tiering import TieringOffloadingManager
 from kvreplay.connectors.offloading.workers import OffloadingWorkers
 from kvreplay.engine.log import EngineLog
 from kvreplay.kv.cache_manager import KVCacheManager
 from kvreplay.kv.memory import KVMemory
+from kvreplay.replay.findings import LiveFindings
 from kvreplay.sim.bus import Bus
 
 
@@ -38,6 +41,7 @@ class Offload:
         behaviour: Behaviour,
         bus: Bus,
         log: EngineLog,
+        findings: LiveFindings,
         on_report: Callable[[], None],
         num_ranks: int = 1,
     ) -> None:
@@ -47,6 +51,8 @@ class Offload:
         self._bus = bus
         self._on_report = on_report
         self._num_ranks = num_ranks
+        self._kv = kv
+        self._findings = findings
         self._workers: OffloadingWorkers | None = None
         self._layout = engine_layout(
             kv,
@@ -74,7 +80,7 @@ class Offload:
             now_ns=lambda: loop.now_ns,
             wake_at=self._wake_at,
             lookup_timeout_ns=nanoseconds(config.lookup_timeout),
-            observer=self.accounts,
+            observer=self,
         )
 
     def _wake_at(self, time_ns: int) -> None:
@@ -113,6 +119,22 @@ class Offload:
         )
         self.accounts.workers = self._workers
         return self._workers
+
+    # -- StepObserver -----------------------------------------------------------------------------------------
+
+    def step_built(self, stores: Mapping[int, TransferJob], flushed: Collection[int]) -> None:
+        self.accounts.step_built(stores, flushed)
+        if not self._layout.windowed:
+            return  # no table keeps ids of blocks that its request no longer has
+        for job_id, job in stores.items():
+            if job_id in flushed:
+                continue
+            keys = self.scheduler.ledger.jobs[job_id].keys
+            for block in foreign_blocks(job, keys, self._layout, self._kv):
+                self._findings.foreign_store(self._instance, job.req_id, f"job {job_id}", block)
+
+    def store_ended(self, job_id: int, req_id: str, num_blocks: int, failure: str | None) -> None:
+        self.accounts.store_ended(job_id, req_id, num_blocks, failure)
 
     def usage(self) -> dict[str, int]:
         """What is sampled of it."""

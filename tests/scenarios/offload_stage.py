@@ -52,11 +52,13 @@ def hybrid(
     max_model_len: int = 64,
     budget: int = 32,
     cpu_chunks: int = 64,
+    prefix_match_unit: int | None = None,
     **options: Any,  # noqa: ANN401 - fields of OffloadingConfig
 ) -> ReplayConfig:
     """E0 with a model of these groups, every state and window of which is kept that a hit could need."""
     base = offloading(*groups, cpu_chunks=cpu_chunks, num_gpu_blocks=40, **options)
     own = role(num_gpu_blocks=num_gpu_blocks, max_num_batched_tokens=budget)
     scheduler = replace(own.scheduler, max_model_len=max_model_len)
-    own = replace(own, scheduler=scheduler, cache=replace(own.cache, prefix_cache_retention_interval=None))
+    cache = replace(own.cache, prefix_cache_retention_interval=None, prefix_match_unit=prefix_match_unit)
+    own = replace(own, scheduler=scheduler, cache=cache)
     return replace(base, model=replace(base.model, max_model_len=max_model_len), roles={"engine": own})

@@ -73,7 +73,7 @@ class TestH1ResetOfTheConnectorAlone:
 
     def test_foreign_bytes_are_stored_and_served(self) -> None:
         played = self.play("vllm-0.33")
-        assert checkers(played) >= {"CONTENT"}
+        assert checkers(played) == {"STORE-CONTENT", "CONTENT"}
         assert {event.request_id for event in played.violations if event.status == "CONTENT"} == {"b"}
 
     def test_the_same_id_twice_in_one_job_is_fatal(self) -> None:
@@ -87,6 +87,54 @@ class TestH1ResetOfTheConnectorAlone:
         played = self.play("ideal")
         assert all_finish(played)
         assert not played.of("load.started", request_id="b")
+
+
+class TestH2ALastLookAtTheTail:
+    """At its end a request offers the last part of its window again, of which `x` has got a block in this very step."""
+
+    def play(self, behaviour: str) -> Play:
+        requests = workload(
+            request("a", 0, prompt_tokens=70, output_tokens=10, text=ONE),
+            request("x", 135, prompt_tokens=20, output_tokens=2, text=OTHER),
+        )
+        config = hybrid(
+            WIDE, window(8), num_gpu_blocks=24, max_model_len=128, budget=16, cpu_chunks=200, offload_prompt_only=False
+        )
+        return play(config, requests, behaviour=behaviour)
+
+    def test_foreign_bytes_are_stored(self) -> None:
+        (finding,) = self.play("vllm-0.33").violations
+        assert (finding.status, finding.request_id, finding.group) == ("STORE-CONTENT", "a", 1)
+
+    def test_ideal_stores_none(self) -> None:
+        assert all_finish(self.play("ideal"))
+
+
+class TestH3AClientsLimitBelowAPartialTail:
+    """`max_offload_tokens` is asserted where it should be obeyed."""
+
+    def play(self, behaviour: str) -> Play:
+        config = hybrid(
+            KVCacheGroupSpec(block_size=8, bytes_per_token=1),
+            KVCacheGroupSpec(kind=MAMBA, block_size=8, mamba_cache_mode=MAMBA_ALIGN, state_bytes=8),
+            num_gpu_blocks=60,
+            budget=64,
+            prefix_match_unit=4,
+        )
+        limits = {"max_offload_tokens": 9}
+        requests = workload(
+            request("a", 0, prompt_tokens=30, output_tokens=6, text=ONE, kv_transfer_params=limits),
+            request("b", 400, prompt_tokens=30, output_tokens=6, text=ONE),
+        )
+        return play(config, requests, "cache.reset:at=300ms", behaviour=behaviour)
+
+    def test_the_engine_dies(self) -> None:
+        assert crashes(self.play("vllm-0.33")) == [
+            ("AssertionError", "_build_partial_tail_store_jobs: boundary <= max_boundary")
+        ]
+
+    def test_ideal_leaves_the_tail_out(self) -> None:
+        assert all_finish(self.play("ideal"))
 
 
 class TestH4PromotionsEvictEachOther:

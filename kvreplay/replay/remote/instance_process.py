@@ -20,7 +20,6 @@ from kvreplay.events import Event
 from kvreplay.faults.injector import Injector
 from kvreplay.faults.plan import make_plan
 from kvreplay.kv.content_index import ContentIndex
-from kvreplay.kv.specs import resolve_block_sizes
 from kvreplay.replay.cluster import SAMPLE_NS, topology_of
 from kvreplay.replay.config_load import config_from_json
 from kvreplay.replay.ends import Ends
@@ -72,7 +71,7 @@ class InstanceProcess:
         )
         self.injector = Injector(make_plan(setup.faults), setup.seed, self._sink, loop, self.bus)
         sink = self.injector.sink
-        index = ContentIndex(workload.arrivals, resolve_block_sizes(config.model.groups).hashing)
+        index = ContentIndex(workload.arrivals, config.hash_block_size)
         findings = LiveFindings(loop, sink, self.injector.blame.of_request)
         surroundings = Surroundings(
             config=config,

@@ -21,7 +21,6 @@ from kvreplay.faults.record import FaultStatistics
 from kvreplay.faults.topology import check_possible
 from kvreplay.ids import NS_PER_S
 from kvreplay.kv.content_index import ContentIndex
-from kvreplay.kv.specs import resolve_block_sizes
 from kvreplay.replay.cluster import RunSettings, Watch, path_timers_ns, topology_of
 from kvreplay.replay.config import Role
 from kvreplay.replay.node import instance_names
@@ -198,7 +197,7 @@ class RemoteCluster:
         self.bus = _ProxyBus(self.loop, self._nodes)
         self.injector = Injector(settings.plan, settings.seed, sink, self.loop, self.bus)
         self.sink = self.injector.sink
-        self.index = ContentIndex(workload.arrivals, resolve_block_sizes(config.model.groups).hashing)
+        self.index = ContentIndex(workload.arrivals, config.hash_block_size)
         self.roles = instance_names(config)
         self.malformed: Counter[tuple[str, str]] = Counter()
         """(instance, what) → how many messages came in that no peer sends."""
