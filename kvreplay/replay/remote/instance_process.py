@@ -93,6 +93,7 @@ class InstanceProcess:
         self._ends = Ends([self.node], loop, sink, self.injector.blame, findings)
         self.injector.arm_messages()
         self._said: messages.Quiet | None = None
+        self._num_heard = 1  # the set-up
         self._tidied_ns = 0
         self.is_over = False
         self._sample_later()
@@ -127,6 +128,7 @@ class InstanceProcess:
         self._pipes.send(messages.encode(message))
 
     def hear(self, message: messages.ToInstance) -> None:
+        self._num_heard += 1
         match message:
             case messages.Start():
                 self._paced.start(message.start_s)
@@ -195,7 +197,9 @@ class InstanceProcess:
         if self._paced.has_passed(_TIDY_S):
             self.bus.tidy()
         self._flush()
-        quiet = messages.Quiet(is_quiet=not self._loop.num_live, num_arrived=self._paced.num_arrived)
+        quiet = messages.Quiet(
+            is_quiet=not self._loop.num_live, num_arrived=self._paced.num_arrived, num_heard=self._num_heard
+        )
         if quiet != self._said and (quiet.is_quiet or (self._said is not None and self._said.is_quiet)):
             self._said = quiet
             self._say(quiet)

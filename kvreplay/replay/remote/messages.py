@@ -99,10 +99,12 @@ class Ended(_Message):
 
 
 class Quiet(_Message):
-    """Whether nothing but daemons is left to happen here. `num_arrived`: what has come from outside so far."""
+    """Whether nothing but daemons is left to happen here. `num_arrived`: what has come from outside so far;
+    `num_heard`: messages of the supervisor."""
 
     is_quiet: bool
     num_arrived: int
+    num_heard: int
 
 
 class Done(_Message):

@@ -60,7 +60,8 @@ class RemoteNode:
         self.endpoints: dict[str, str] = {}
         self.handles: list[int] = []
         """Event of the process → its handle here."""
-        self.said = messages.Quiet(is_quiet=False, num_arrived=0)
+        self.said = messages.Quiet(is_quiet=False, num_arrived=0, num_heard=0)
+        self.num_told = 0
         self.done: dict[int, messages.Done] = {}
         self.account: messages.Account | None = None
         self._cluster = cluster
@@ -85,7 +86,13 @@ class RemoteNode:
     def num_requests(self) -> int:
         return len(self._live)
 
+    @property
+    def is_quiet(self) -> bool:
+        """It has heard everything, and nothing is left to happen there."""
+        return self.said.is_quiet and self.said.num_heard == self.num_told
+
     def tell(self, message: messages.ToInstance) -> None:
+        self.num_told += 1
         self.pipes.send(messages.encode(message))
 
     def begin(self, request_id: str) -> None:
@@ -299,7 +306,7 @@ class RemoteCluster:
                 watch(self.proxy.num_ended, 0)
 
     def _is_quiet(self) -> bool:
-        if self.loop.num_live or not all(node.said.is_quiet for node in self._nodes.values()):
+        if self.loop.num_live or not all(node.is_quiet for node in self._nodes.values()):
             self._heard_s = monotonic()
         return monotonic() - self._heard_s > _QUIET_S
 
