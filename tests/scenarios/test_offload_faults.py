@@ -60,6 +60,7 @@ CASES = {
         "offload.not-ready-hit:request=b",
         symptom="crashed: AssertionError chunk is not ready for reading",
         config=offloading(num_gpu_blocks=21),
+        loses="",  # it asks again, and waits for the store
     ),
     "lookup-pending-forever": case("offload.lookup-pending-forever:request=b", symptom="stalled: an undecided lookup"),
     "promotion-fail": case("offload.promotion-fail:count=1", symptom="passed", config=offloading(**TIERED), loses=""),
