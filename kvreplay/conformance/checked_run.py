@@ -18,6 +18,7 @@ from kvreplay.checkers.finding import AGREE, CONTENT, FENCE, NO_FATAL, NULL_BLOC
 from kvreplay.conformance.scheduler_vectors import Driver, ScriptedSampler, reason_unsupported
 from kvreplay.conformance.vector import Json, UnsupportedVectorError
 from kvreplay.conformance.workload import Workload, read_workload
+from kvreplay.engine.agreement import beyond_known
 from kvreplay.engine.connector import KVConnectorOutput
 from kvreplay.engine.output import RequestOutput, SchedulerOutput, Share
 from kvreplay.engine.request import Request, RequestStatus
@@ -215,14 +216,9 @@ class CheckedDriver(Driver):
             self._found(NULL_BLOCK, f"the null block was {act}", request_id, NULL_BLOCK_ID, group)
 
     def _check_agreement(self, out: SchedulerOutput) -> None:
-        """What a step computes are tokens that there are: those before it have all been taken in by now."""
-        if self.scheduler.speculation is not None:
-            return
-        for share in out.shares:
+        for share in beyond_known(out, self.scheduler):
             request = share.request
-            is_live = self.requests.get(request.request_id) is request and not request.num_stale_output_tokens
-            is_live = is_live and not request.status.is_finished and request.request_id not in self._disagreed
-            if is_live and share.end > request.num_tokens:
+            if request.request_id not in self._disagreed:
                 self._disagreed[request.request_id] = None
                 detail = f"computes up to token {share.end} of {request.num_tokens}"
                 self._found(AGREE, detail, request.request_id)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from kvreplay.engine.connector import WorkerConnector
 from kvreplay.engine.log import EngineLog
-from kvreplay.engine.output import ModelRunnerOutput, RequestOutput, SchedulerOutput
+from kvreplay.engine.output import ModelRunnerOutput, RequestOutput, SchedulerOutput, Share
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.scheduler import Scheduler
 from kvreplay.engine.suspects import WrongBlock
@@ -45,6 +45,10 @@ class Findings(Protocol):
     def wrong_block(self, instance: "Instance", wrong: WrongBlock) -> None: ...
 
     def late_write(self, instance: "Instance", late: LateWrite) -> None: ...
+
+    def disagreement(self, instance: "Instance", share: Share) -> None:
+        """The scheduler has given a request more tokens to compute than it has."""
+        ...
 
     def idle(self, instance: "Instance") -> None:
         """The instance has nothing to do: a good moment to recount its pool."""

@@ -1,6 +1,6 @@
 """What one step schedules and what it brings back (vLLM: v1/core/sched/output.py, v1/outputs.py)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,6 +29,8 @@ class Share:
     """Whether the step samples a token for it: it does not end inside what is known."""
     is_stale: bool = False
     """The request was preempted while the step was in flight."""
+    tables: Sequence[BlockIds] | None = None
+    """Its block tables when it was scheduled, where the step may run when the request has them no more."""
 
     @property
     def end(self) -> int:

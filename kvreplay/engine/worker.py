@@ -94,16 +94,34 @@ class WorkerModel:
         self._step = out.step
         if self._rewritten or self.every_read:
             self._recheck(out)
+        shares = [share for share in out.shares if share.request.status is RequestStatus.RUNNING]
+        if len(shares) < len(out.shares):
+            self._compute_for_nobody(out)
         if self._state_groups:
             # A step goes on from a state before it puts its own in the same place.
-            for share in out.shares:
+            for share in shares:
                 self._read(share, self._state_groups)
-        for share in out.shares:
+        for share in shares:
             self._write(share.request, share.start, share.end)
-        for share in out.shares:
+        for share in shares:
             if self._read(share, self._token_groups):
                 self._write(share.request, share.start, share.end)  # what it has computed in this step is wrong, too
             share.request.clean_until = share.end
+
+    def capture(self, out: SchedulerOutput) -> None:
+        """The step runs later, where its shares' blocks are now."""
+        for share in out.shares:
+            tables = self.scheduler.kv.block_arrays(share.request.request_id)
+            share.tables = [ids.copy() for ids in tables]
+
+    def _compute_for_nobody(self, out: SchedulerOutput) -> None:
+        """The step before has ended some requests, or taken their blocks back: their shares are computed all the same,
+        and somebody in this step may have hit what they fill."""
+        for share in out.shares:
+            request = share.request
+            if request.status is not RequestStatus.RUNNING and share.tables is not None:
+                for group, table in enumerate(share.tables):
+                    self.buffers.write(table, request.content, group, share.start, share.end)
 
     def _write(self, request: Request, start: int, end: int, *, is_late: bool = False) -> None:
         """`is_late`: these tokens were computed in earlier steps, and windows may have left some of them behind."""

@@ -299,8 +299,6 @@ def check_role(model: ModelConfig, role: Role, config: RoleConfig) -> None:
             f"{where}cache.num_gpu_blocks: {num_blocks} blocks, one of them the null block, cannot hold one request of "
             f"model.max_model_len ({model.max_model_len} tokens): {needed + 1} are needed"
         )
-    if config.scheduler.async_scheduling:
-        raise ConfigError(f"{where}scheduler.async_scheduling is not modelled yet; set it to false")
     budget = config.scheduler.max_num_batched_tokens
     if not config.scheduler.enable_chunked_prefill and budget < model.max_model_len:
         raise ConfigError(

@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 from kvreplay.checkers.conservation import check_conservation, check_drained, snapshot_of
-from kvreplay.checkers.finding import CONTENT, FENCE, NULL_BLOCK, STORE_CONTENT, Finding
+from kvreplay.checkers.finding import AGREE, CONTENT, FENCE, NULL_BLOCK, STORE_CONTENT, Finding
 from kvreplay.checkers.store_content import ForeignBlock
 from kvreplay.engine.instance import Instance
+from kvreplay.engine.output import Share
 from kvreplay.engine.suspects import WrongBlock
 from kvreplay.engine.worker import LateWrite
 from kvreplay.events import EventSink
@@ -78,6 +79,11 @@ class LiveFindings:
         self._emit(
             Finding(NULL_BLOCK, now, detail, instance.name, wrong.request_id, block_id=NULL_BLOCK_ID, group=wrong.group)
         )
+
+    def disagreement(self, instance: Instance, share: Share) -> None:
+        request = share.request
+        detail = f"computes up to token {share.end} of {request.num_tokens}"
+        self._emit(Finding(AGREE, self._loop.now_ns, detail, instance.name, request.request_id))
 
     def late_write(self, instance: Instance, late: LateWrite) -> None:
         """Only into a block that somebody else holds by now; into a free one it does no harm."""

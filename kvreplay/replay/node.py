@@ -17,6 +17,7 @@ from kvreplay.engine.connector import EngineWorkers, SchedulerConnector
 from kvreplay.engine.history.skipped_waiting import scheduler_kind
 from kvreplay.engine.instance import Counters, Instance
 from kvreplay.engine.log import EngineLog
+from kvreplay.engine.overlapped_instance import OverlappedInstance
 from kvreplay.engine.recovery import FailureRules
 from kvreplay.engine.request import Request
 from kvreplay.engine.rules import SchedulerRules
@@ -167,7 +168,8 @@ class Node:
         if self.kv_role:
             self.worker = self._workers(model)
             scheduler.failure_reason = self.worker.failure_reason
-        self.instance = Instance(
+        kind = OverlappedInstance if role.scheduler.async_scheduling else Instance
+        self.instance = kind(
             self.name,
             self._rank,
             around.bus.loop,

@@ -189,12 +189,6 @@ def test_groups_that_no_engine_could_have_are_refused(groups: list[KVCacheGroupS
     assert str(caught.value) == message
 
 
-def test_what_is_not_modelled_is_said() -> None:
-    assert refused("scheduler.async_scheduling=true").endswith(
-        "scheduler.async_scheduling is not modelled yet; set it to false"
-    )
-
-
 @pytest.mark.parametrize("preset", ["gemma-hybrid", "qwen-gdn-hybrid", "kimi-linear", "deepseek-v4-five-groups"])
 @pytest.mark.parametrize("name", ["single", "mooncake-1p1d", "mooncake-4p4d-tp4-tp2"])
 def test_models_of_several_groups_go_with_every_preset(name: str, preset: str) -> None:

@@ -3,6 +3,7 @@
 Mamba blocks of a budget's multiple, windows and chunks of a few blocks, groups with other block sizes over one pool.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -52,15 +53,16 @@ def with_groups(config: ReplayConfig, groups: Groups) -> ReplayConfig:
 
 
 @st.composite
-def roomy(draw: st.DrawFn, groups: Groups) -> RoleConfig:
+def roomy(draw: st.DrawFn, groups: Groups, *, overlaps: bool = False) -> RoleConfig:
     """A pool that holds the longest request, and little more."""
     budget = draw(st.sampled_from([8, 16, 32]))
-    needed = sum(group.max_blocks(budget, MAX_MODEL_LEN) for group in groups)
+    needed = sum(group.max_blocks(budget * (2 if overlaps else 1), MAX_MODEL_LEN) for group in groups)
     return role(
         num_gpu_blocks=needed + 1 + draw(st.sampled_from([0, 2, 5, 12, 40])),
         timing=draw(st.sampled_from([TIMING, UNEVEN_TIMING])),
         max_num_batched_tokens=budget,
         max_num_seqs=draw(st.sampled_from([2, 4, 8])),
+        async_scheduling=overlaps,
     )
 
 
@@ -72,10 +74,13 @@ def hybrid_worlds(
     faults: tuple[str, ...] = ENGINE_FAULTS,
     behaviours: tuple[str, ...] = ("vllm-0.33",),
     max_faults: int = 3,
+    layouts: Sequence[Groups] = tuple(LAYOUTS.values()),
+    overlaps: bool = False,
 ) -> World:
-    groups = draw(st.sampled_from(list(LAYOUTS.values())))
+    """`overlaps`: steps do (async scheduling)."""
+    groups = draw(st.sampled_from(layouts))
     config = draw(pair_configs()) if is_pair else single()
-    roles = {name: draw(roomy(groups)) for name in config.roles}
+    roles = {name: draw(roomy(groups, overlaps=overlaps)) for name in config.roles}
     return World(
         replace(config, model=replace(config.model, groups=groups), roles=roles),
         draw(workloads()),

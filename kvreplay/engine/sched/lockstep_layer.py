@@ -95,7 +95,7 @@ class LockstepLayer(SchedulerState):
     @property
     def must_ask_again(self) -> bool:
         """Whether a queued request waits for a connector that may answer otherwise the next time it is asked."""
-        return not self._may_settle and self.num_waiting > 0 and len(self.running) < self.max_num_active
+        return self._asks_again and self.num_waiting > 0 and len(self.running) < self.max_num_active
 
     @property
     def _scan_is_futile(self) -> bool:

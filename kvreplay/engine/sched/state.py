@@ -165,12 +165,9 @@ class SchedulerState:
         self._ready_holding: dict[str, None] = {}
         """Requests in `kv_holding_waiting` that are not parked: their load is over, and they did not fit yet."""
         self._lookup_version = -1
-        self._may_settle = (
-            (connector is None or connector.lookup_is_pure)
-            and config.prefill_schedule_interval == 1
-            and speculation is None
-            and not self._is_async
-        )
+        is_pure = connector is None or connector.lookup_is_pure
+        self._asks_again = not is_pure or config.prefill_schedule_interval != 1 or speculation is not None
+        self._may_settle = not self._asks_again and not self._is_async
         self._explicit: dict[str, Request] = {}
         """Running requests that are not in lockstep, in order of admission."""
 
