@@ -235,8 +235,10 @@ class ReplayConfig:
     def _check_ranks(self, role: Role) -> None:
         """Whether the model can be cut so."""
         tp_size, _ = self.topology.parallel_sizes(role)
-        if self.topology.num_ranks(role) > 1 and self.connector.kind != "mooncake":
-            raise ConfigError("topology.tp, topology.pp: ranks of an instance are modelled with mooncake only so far")
+        if self.topology.num_ranks(role) > 1 and self.connector.kind in ("none", "simple_cpu"):
+            raise ConfigError(
+                "topology.tp, topology.pp: ranks of an instance are modelled with mooncake and offloading only so far"
+            )
         heads = self.model.num_kv_heads
         if heads is not None and heads % tp_size and tp_size % heads:
             raise ConfigError(f"topology.tp: {role} has {tp_size}, which does not go with {heads} model.num_kv_heads")

@@ -7,11 +7,13 @@ from typing import Any, Final
 from kvreplay.behaviour import Behaviour
 from kvreplay.connectors.mooncake import addresses
 from kvreplay.connectors.mooncake.rank_group import start_workers
+from kvreplay.connectors.mooncake.ranks import all_ranks
 from kvreplay.connectors.mooncake.scheduler import MooncakeScheduler
 from kvreplay.connectors.mooncake.sharding import Sharding
 from kvreplay.connectors.mooncake.structs import FIRST_TOKEN_STOPS
 from kvreplay.connectors.multi.scheduler import MultiScheduler
 from kvreplay.connectors.multi.workers import MultiWorkers
+from kvreplay.connectors.offloading.rank_memory import RankMemory
 from kvreplay.engine.accounts import RecomputeAccounts
 from kvreplay.engine.connector import EngineWorkers, SchedulerConnector
 from kvreplay.engine.history.skipped_waiting import scheduler_kind
@@ -230,7 +232,23 @@ class Node:
         num_words = 0 if model is None else max(words_per_block(group) for group in groups)
         if isinstance(self.offload, SimpleCpu):
             return self.offload.start_workers(memory, num_words)
-        return self.offload.start_workers([memory], num_words)
+        if model is None:
+            return self.offload.start_workers([memory] * self._num_ranks, 0)
+        shares = [self._around.sharding.shares_of(ranks) for ranks in all_ranks(*self._sizes)]
+        words = [words_per_block(group) for group in groups]
+        memories = [
+            RankMemory(memory, sum(map(len, shares[:rank])), len(own), words) for rank, own in enumerate(shares)
+        ]
+        return self.offload.start_workers(memories, num_words * max(map(len, shares)))
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """Tensor and pipeline parallel size."""
+        return self._around.config.topology.parallel_sizes(self.role)
+
+    @property
+    def _num_ranks(self) -> int:
+        return self._around.config.topology.num_ranks(self.role)
 
     def _tiered(self, kv: KVCacheManager, log: EngineLog) -> Offload:
         around = self._around
@@ -244,6 +262,8 @@ class Node:
             log=log,
             findings=around.findings,
             on_report=lambda: self.instance.poke(),
+            num_ranks=self._num_ranks,
+            is_replicated=around.config.model.use_mla and self._num_ranks > 1,
         )
 
     def _simple_cpu(self, kv: KVCacheManager, log: EngineLog) -> SimpleCpu:

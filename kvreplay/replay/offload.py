@@ -1,6 +1,7 @@
 """An instance's offloading connector with all that it is made of."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 from kvreplay.behaviour import Behaviour
 from kvreplay.checkers.store_content import foreign_blocks
@@ -28,7 +29,7 @@ from kvreplay.sim.bus import Bus
 class Offload:
     """Both halves. `start_workers` follows when the ranks' memories exist; `on_report` wakes the engine.
 
-    `num_keys`: of the contents of the whole workload.
+    `num_keys`: of the contents of the whole workload. `is_replicated`: every rank holds the same.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Offload:
         findings: LiveFindings,
         on_report: Callable[[], None],
         num_ranks: int = 1,
+        is_replicated: bool = False,
     ) -> None:
         self._instance = instance
         self._config = config
@@ -51,18 +53,23 @@ class Offload:
         self._bus = bus
         self._on_report = on_report
         self._num_ranks = num_ranks
+        self._is_replicated = is_replicated
         self._kv = kv
         self._findings = findings
         self._workers: OffloadingWorkers | None = None
-        self._layout = engine_layout(
+        layout = engine_layout(
             kv,
             config,
             num_workers=num_ranks,
             every_group_drafts=self._behaviour.eagle_lookup == "narrow" and kv.rules.drops_eagle_block,
         )
+        # A rank copies its own part of each block, or all of it where all have the same.
+        parts = 1 if is_replicated else num_ranks
+        groups = [replace(group, bytes_per_block=-(-group.bytes_per_block // parts)) for group in layout.groups]
+        self._layout = replace(layout, groups=tuple(groups))
         space = KeySpace(len(self._layout.groups), num_keys)
         self.cpu = CPUOffloadingManager(
-            config.num_chunks(self._layout.groups, num_ranks),
+            config.num_chunks(self._layout.groups, parts),
             space,
             eviction_policy=config.eviction_policy,
             store_threshold=config.store_threshold,
@@ -96,7 +103,7 @@ class Offload:
                 self._instance,
                 0,
                 config=config,
-                chunk_bytes=chunk_bytes * self._num_ranks,
+                chunk_bytes=chunk_bytes * (1 if self._is_replicated else self._num_ranks),
                 memory=self,
                 bus=self._bus,
                 on_report=self._on_report,
@@ -105,7 +112,7 @@ class Offload:
         return TieringOffloadingManager(self.cpu, self.tiers, protects_found=self._behaviour.promotions == "request")
 
     def start_workers(self, memories: Sequence[KVMemory], num_words: int) -> OffloadingWorkers:
-        """`num_words`: of the widest block, 0 where contents are not checked."""
+        """`num_words`: of a rank's part of the widest block, 0 where contents are not checked."""
         assert len(memories) == self._num_ranks
         self._workers = OffloadingWorkers(
             self._instance,
@@ -116,6 +123,7 @@ class Offload:
             memories=memories,
             num_words=num_words,
             on_report=self._on_report,
+            is_replicated=self._is_replicated,
         )
         self.accounts.workers = self._workers
         return self._workers

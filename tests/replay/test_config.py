@@ -35,6 +35,9 @@ def test_what_roles_share_is_written_once() -> None:
     assert document["decode"]["cache"] == {}
 
 
+RANKS = "topology.tp, topology.pp: ranks of an instance are modelled with mooncake and offloading only so far"
+
+
 def test_presets_of_the_project() -> None:
     assert preset_names() == [
         "mooncake-1p1d",
@@ -128,8 +131,8 @@ def _dump(document: object) -> str:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("topology.tp", "2", "topology.tp, topology.pp: ranks of an instance are modelled with mooncake only so far"),
-        ("topology.pp", "2", "topology.tp, topology.pp: ranks of an instance are modelled with mooncake only so far"),
+        ("topology.tp", "2", RANKS),
+        ("topology.pp", "2", RANKS),
         ("topology.dp", "2", "topology.dp: only 1 is modelled so far, got 2"),
         ("topology.tp", "0", "topology.tp must be in [1, 64], got 0"),
         ("topology.tp", "65", "topology.tp must be in [1, 64], got 65"),

@@ -1,5 +1,6 @@
 """Each fault of the offloading connector: what comes of it in 0.33.0, and what should."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,3 +118,30 @@ def test_under_policy_fail_only_the_loading_request_fails(name: str, tmp_path: P
     assert summary.verdict == "passed"
     assert (summary.requests.finished, summary.requests.failed) == (2, 1)
     assert summary.loads.failed == 1
+
+
+class TestRanks:
+    """Two ranks, each with its own copies: both must have done their part."""
+
+    @staticmethod
+    def config(tp: int = 2) -> ReplayConfig:
+        base = offloading()
+        return replace(base, topology=replace(base.topology, tp=tp))
+
+    @pytest.mark.parametrize("behaviour", ["vllm-0.33", "ideal"])
+    def test_all_parts_come_back(self, behaviour: str, tmp_path: Path) -> None:
+        summary = judge(tmp_path, self.config(), there_and_back(), behaviour=behaviour)
+        assert summary.verdict == "passed"
+        assert summary.tiers is not None
+        assert summary.tiers.saved_tokens == 16
+
+    def test_what_one_rank_loads_wrong_is_seen(self, tmp_path: Path) -> None:
+        summary = judge(tmp_path, self.config(), there_and_back(), "offload.load-corrupt:rank=1")
+        assert told(summary) == "violated: CONTENT"
+
+    def test_one_ranks_lost_report_keeps_the_load_open(self, tmp_path: Path) -> None:
+        fault = "offload.ack-lost:request=b,rank=1,nth=1"
+        summary = judge(tmp_path, self.config(), there_and_back(), fault)
+        assert told(summary) == "stalled: remote KV"
+        summary = judge(tmp_path, self.config(), there_and_back(), fault, behaviour="ideal")
+        assert told(summary) == "passed"
