@@ -3,11 +3,15 @@
 A request of a tp 2 consumer is pulled from a tp 4 producer by two ranks, each from two peers: four pulls.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvreplay.replay.config import Policy, ReplayConfig
+from tests.scenarios.random_worlds import PAIR_FAULTS, World, worlds
 from tests.scenarios.stage import Sizes, judge, pair, play, request, workload
 
 ONE = workload(request("a"))
@@ -110,3 +114,40 @@ def test_bytes_that_never_arrive_name_their_fault(tmp_path: Path) -> None:
 def test_one_corrupted_part_of_a_row_names_its_fault_though_others_land_after_it(tmp_path: Path) -> None:
     summary = judge(tmp_path, ranked(), ONE, "corrupt:nth=1")
     assert [(found.checker, found.fault) for found in summary.violations] == [("CONTENT", "corrupt:nth=1")]
+
+
+RANK_FAULTS = (
+    *PAIR_FAULTS,
+    "mooncake.peer-one-of-k:p=0.5",
+    "mooncake.peer-one-of-k:order=last,p=0.5",
+    "mooncake.peer-silent-one-of-k:p=0.3",
+    "mooncake.bootstrap-partial-ranks:p=0.5",
+    "mooncake.bootstrap-partial-ranks:which=first,p=0.5",
+    "mooncake.rank-silent:p=0.3",
+    "mooncake.rank-duplicate:p=0.5",
+    "mooncake.rank-early:p=0.5",
+    "mooncake.engine-late:p=0.5,delay=200ms",
+    "mooncake.engine-raise:p=0.3",
+    "mooncake.p-abort-while-waiting:p=0.5",
+    "mooncake.queue-saturation:p=0.3",
+)
+SIZES: tuple[Sizes, ...] = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    worlds(is_pair=True, faults=RANK_FAULTS, behaviours=("ideal",), max_faults=4),
+    st.sampled_from(SIZES),
+    st.sampled_from(SIZES),
+)
+def test_ideally_ranks_break_no_law_under_any_mix_of_faults(world: World, prefill: Sizes, decode: Sizes) -> None:
+    topology = replace(
+        world.config.topology,
+        prefill_tp=prefill[0],
+        prefill_pp=prefill[1],
+        decode_tp=decode[0],
+        decode_pp=decode[1],
+    )
+    played = replace(world, config=replace(world.config, topology=topology)).play()
+    assert played.violations == []
+    assert played.of("engine.crashed", "request.stalled") == []
