@@ -9,14 +9,14 @@ Faults act at the consumer's sockets: on what it sends, and on what has arrived.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final
 
 import msgspec
 
 from kvreplay.connectors.mooncake.addresses import instance_of
+from kvreplay.connectors.mooncake.pull_sockets import MAX_PULL_BYTES, PullSockets
 from kvreplay.connectors.mooncake.structs import (
     BOOTSTRAP_REGISTER,
     CONNECTION_CLOSED,
@@ -25,7 +25,6 @@ from kvreplay.connectors.mooncake.structs import (
     BootstrapQuery,
     MooncakeXferResponseStatus,
     decode_request,
-    decode_response,
     encode,
 )
 from kvreplay.connectors.mooncake.write_frames import (
@@ -40,7 +39,6 @@ from kvreplay.sim.bus import Bus, owner_of
 from kvreplay.sim.envelope import (
     BOOTSTRAP_ANSWER,
     BOOTSTRAP_QUERY,
-    PULL_REPLY,
     PULL_REQUEST,
     WRITE_DONE,
     Envelope,
@@ -48,32 +46,14 @@ from kvreplay.sim.envelope import (
 )
 from kvreplay.transport.http import Exchange, HttpCall, HttpServer
 from kvreplay.transport.paced import PacedLoop
-
-Socket: TypeAlias = Any
-"""A ZeroMQ socket; the library is only there where it is used."""
+from kvreplay.transport.zmq_sockets import Socket, ZmqSockets
 
 _HTTP: Final = "http/"
 """Begins the address of an HTTP client that waits for an answer."""
 _FAULTED_WHERE_SENT: Final = frozenset({PULL_REQUEST, BOOTSTRAP_QUERY, WRITE_DONE})
-_MAX_PULL_BYTES: Final = 1 << 24
 _MAX_WRITE_BYTES: Final = 1 << 30
-_MAX_DRAINED: Final = 256
-"""Messages of one socket between two looks at the others."""
 _MAX_KNOWN: Final = 1 << 16
 """Pulls that are over, peers, and exchanges that are remembered."""
-_MAX_SOCKETS: Final = 1 << 14
-
-
-@dataclass(slots=True, eq=False)
-class _Pull:
-    """A pull that this process has asked for, and its socket."""
-
-    socket: Socket
-    identity: bytes
-    asked: Envelope
-    owed: dict[str, str]
-    """Requests that no reply has named → their transfers."""
-    num_replies: int = 0
 
 
 class SocketBus(Bus):
@@ -90,28 +70,26 @@ class SocketBus(Bus):
         find_target: Callable[[str], TargetMemory | None],
         tells_of_gone_peers: bool,
     ) -> None:
-        import zmq
-
         super().__init__(paced.loop)
         self.name = name
         self.malformed: Counter[str] = Counter()
         """What came in and was nothing that a peer sends, by kind."""
-        self._zmq = zmq
-        self._context = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._paced = paced
+        self._sockets = ZmqSockets(paced)
+        self._pulls = PullSockets(
+            name,
+            self._sockets,
+            arrived=lambda reply: paced.arrive(lambda: self._through_faults(reply)),
+            is_open=is_open,
+            malformed=self.malformed,
+        )
         self._announce = announce
-        self._is_open = is_open
         self._find_target = find_target
         self._tells_of_gone_peers = tells_of_gone_peers
         self._endpoints: dict[str, str] = {}
         self._directory: dict[str, str] = {}
         self._routers: dict[str, Socket] = {}
         self._servers: dict[str, HttpServer] = {}
-        self._pulls: dict[str, _Pull] = {}
-        self._past: OrderedDict[bytes, Envelope] = OrderedDict()
-        """Identities of sockets → the pulls for which they were; the last ones may be over."""
-        self._num_sockets = 0
         self._asked: OrderedDict[str, str] = OrderedDict()
         """Pulls that others wait for here → the address at which they came in."""
         self._engines: dict[str, Socket] = {}
@@ -126,7 +104,7 @@ class SocketBus(Bus):
         super().listen(address, handler, refused=refused)
         part = address.split("/")[1]
         if part == "mooncake":
-            self._bind(address, _MAX_PULL_BYTES, self._on_pull)
+            self._bind(address, MAX_PULL_BYTES, self._on_pull)
         elif part == "memory":
             self._bind(address, _MAX_WRITE_BYTES, self._on_write)
         elif part == "bootstrap":
@@ -142,21 +120,16 @@ class SocketBus(Bus):
         self._endpoints.pop(address, None)
         router = self._routers.pop(address, None)
         if router is not None:
-            self._close(router)
+            self._sockets.close(router)
         server = self._servers.pop(address, None)
         if server is not None:
             server.close()
-        for conversation, pull in list(self._pulls.items()):
-            if pull.asked.source == address:
-                self._forget(conversation)
+        self._pulls.drop(address)
 
     def _bind(self, address: str, max_bytes: int, on_frames: Callable[[str, Socket, list[bytes]], None]) -> None:
-        router = self._context.socket(self._zmq.ROUTER)
-        router.set(self._zmq.LINGER, 0)
-        router.set(self._zmq.MAXMSGSIZE, max_bytes)
-        self._routers[address] = router
-        self._endpoints[address] = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
-        self._paced.watch(router, lambda: self._drain(router, lambda frames: on_frames(address, router, frames)))
+        self._routers[address], self._endpoints[address] = self._sockets.router(
+            max_bytes, lambda router, frames: on_frames(address, router, frames)
+        )
 
     def update_directory(self, endpoints: Mapping[str, str], gone: str | None = None) -> None:
         """Somebody listens somewhere else, or (`gone`) an instance does not any more."""
@@ -165,7 +138,7 @@ class SocketBus(Bus):
                 del self._directory[address]
                 engine = self._engines.pop(address, None)
                 if engine is not None:
-                    self._close(engine)
+                    self._sockets.close(engine)
             if self._tells_of_gone_peers:
                 self._tell_of(gone)
         for address, endpoint in endpoints.items():
@@ -176,9 +149,8 @@ class SocketBus(Bus):
 
     def _tell_of(self, gone: str) -> None:
         """The operating system closes a dead process's connections."""
-        for pull in list(self._pulls.values()):
-            if owner_of(pull.asked.destination) == gone:
-                self._arrive_here(self._notice(pull.asked.destination, pull.asked.source, pull.asked))
+        for asked in self._pulls.asked_of(gone):
+            self._arrive_here(self._notice(asked.destination, asked.source, asked))
         for conversation, address in list(self._asked.items()):
             if instance_of(conversation) == gone:
                 del self._asked[conversation]
@@ -251,7 +223,7 @@ class SocketBus(Bus):
             return False
         match envelope.kind:
             case "pull.request" | "stray.frames":
-                self._send_pull(envelope, endpoint)
+                self._pulls.send(envelope, endpoint)
             case "write.data":
                 return self._send_write(envelope, endpoint)
             case "bootstrap.query":
@@ -259,91 +231,6 @@ class SocketBus(Bus):
             case kind:
                 raise AssertionError(f"{kind} to {envelope.destination}")
         return True
-
-    # -- pulls, where they are asked for ------------------------------------------------------------------
-
-    def _send_pull(self, envelope: Envelope, endpoint: str) -> None:
-        pull = self._pulls.get(envelope.conversation)
-        if pull is None:
-            pull = self._open(envelope, endpoint)
-        if envelope.kind == STRAY_FRAMES:
-            frames = list(envelope.payload)
-        else:
-            pull.asked = envelope
-            pull.num_replies = 0
-            pull.owed = dict(zip(envelope.request_ids, envelope.transfer_ids, strict=True))
-            self._past[pull.identity] = envelope
-            payload = envelope.payload
-            frames = [payload if isinstance(payload, bytes) else encode(payload)]
-        with suppress(self._zmq.Again):
-            pull.socket.send_multipart(frames, self._zmq.NOBLOCK)
-
-    def _open(self, envelope: Envelope, endpoint: str) -> _Pull:
-        self._num_sockets += 1
-        # What it is called tells the producer who asks; the number tells its pulls apart.
-        source = envelope.source if envelope.kind == PULL_REQUEST else f"{self.name}/mooncake/0"
-        identity = f"{source}!{self._num_sockets}".encode()[-255:]
-        dealer = self._dealer(endpoint, identity)
-        dealer.set(self._zmq.MAXMSGSIZE, _MAX_PULL_BYTES)
-        pull = self._pulls[envelope.conversation] = _Pull(dealer, identity, envelope, {})
-        while len(self._past) > _MAX_KNOWN:
-            self._past.popitem(last=False)
-        conversation = envelope.conversation
-        self._paced.watch(dealer, lambda: self._drain(dealer, lambda frames: self._on_reply(conversation, frames)))
-        return pull
-
-    def _dealer(self, endpoint: str, identity: bytes) -> Socket:
-        dealer = self._context.socket(self._zmq.DEALER)
-        dealer.set(self._zmq.LINGER, 0)
-        dealer.set(self._zmq.IDENTITY, identity)
-        dealer.connect(endpoint)
-        return dealer
-
-    def _on_reply(self, conversation: str, frames: list[bytes]) -> None:
-        pull = self._pulls.get(conversation)
-        if pull is None:
-            return
-        if len(frames) != 1:
-            self.malformed["reply"] += 1
-            return
-        asked = pull.asked
-        named = [name for name in self._named_in(frames[0], pull.owed) if name in pull.owed]
-        transfers = tuple(pull.owed.pop(name) for name in named)
-        reply = Envelope(
-            kind=PULL_REPLY,
-            source=asked.destination,
-            destination=asked.source,
-            payload=frames[0],
-            request_ids=tuple(named),
-            transfer_ids=transfers,
-            conversation=asked.conversation,
-            attempt=asked.attempt,
-            peer_index=asked.peer_index,
-            num_peers=asked.num_peers,
-            reply_index=pull.num_replies,
-        )
-        pull.num_replies += 1
-        self._paced.arrive(lambda: self._through_faults(reply))
-
-    def _named_in(self, frame: bytes, owed: Mapping[str, str]) -> list[str]:
-        """The requests that a reply is about: the last one's are all that are left."""
-        try:
-            response = decode_response(frame)
-        except msgspec.MsgspecError:
-            self.malformed["reply"] += 1
-            return list(owed)
-        if response.status is MooncakeXferResponseStatus.CONTINUE:
-            return [*(response.ok_reqs or ()), *(response.err_reqs or ())]
-        return list(owed)
-
-    def tidy(self) -> None:
-        """Close the sockets of pulls that are over; to be called now and then."""
-        for conversation, pull in list(self._pulls.items()):
-            if not self._is_open(pull.asked.source, conversation, pull.asked.attempt):
-                self._forget(conversation)
-
-    def _forget(self, conversation: str) -> None:
-        self._close(self._pulls.pop(conversation).socket)
 
     # -- pulls, where they are served ---------------------------------------------------------------------
 
@@ -376,8 +263,7 @@ class SocketBus(Bus):
         if not isinstance(payload, bytes) and payload.status is not MooncakeXferResponseStatus.CONTINUE:
             self._asked.pop(envelope.conversation, None)
         frame = payload if isinstance(payload, bytes) else encode(payload)
-        with suppress(self._zmq.ZMQError):
-            router.send_multipart([envelope.conversation.encode("latin-1"), frame], self._zmq.NOBLOCK)
+        self._sockets.send(router, [envelope.conversation.encode("latin-1"), frame])
         return True
 
     # -- writes -------------------------------------------------------------------------------------------
@@ -388,13 +274,10 @@ class SocketBus(Bus):
             return True  # nothing is sent, and so nothing ends before its deadline
         engine = self._engines.get(envelope.destination)
         if engine is None:
-            engine = self._engines[envelope.destination] = self._dealer(endpoint, f"{self.name}!engine".encode())
-            self._paced.watch(engine, lambda: self._drain(engine, self._on_done))
-        try:
-            engine.send_multipart(frames, self._zmq.NOBLOCK)
-        except self._zmq.Again:
-            return False
-        return True
+            engine = self._engines[envelope.destination] = self._sockets.dealer(
+                endpoint, f"{self.name}!engine", _MAX_WRITE_BYTES, self._on_done
+            )
+        return self._sockets.send(engine, frames)
 
     def _on_write(self, address: str, router: Socket, frames: list[bytes]) -> None:
         identity, *rest = frames
@@ -405,7 +288,7 @@ class SocketBus(Bus):
             self.malformed["write"] += 1
             return
         # Its pull is known here by another name: that of the socket that asked is on the wire.
-        asked = self._past.get(header.pull.encode("latin-1", "replace"))
+        asked = self._pulls.asked_as(header.pull)
         received.destination = address
         if asked is not None:
             received.payload = replace(received.payload, pull=asked.conversation, attempt=asked.attempt)
@@ -421,9 +304,7 @@ class SocketBus(Bus):
         router, identity = self._writers.get(envelope.destination, (None, b""))
         if router is None or router.closed:
             return False
-        with suppress(self._zmq.ZMQError):
-            frame = encode_done(envelope.payload, envelope.destination)
-            router.send_multipart([identity, frame], self._zmq.NOBLOCK)
+        self._sockets.send(router, [identity, encode_done(envelope.payload, envelope.destination)])
         return True
 
     def _on_done(self, frames: list[bytes]) -> None:
@@ -450,6 +331,10 @@ class SocketBus(Bus):
                 payload=BootstrapQuery(request.path, None if is_get else request.body),
             )
         )
+
+    def tidy(self) -> None:
+        """Close the sockets of pulls that are over; to be called now and then."""
+        self._pulls.tidy()
 
     def _answer_http(self, envelope: Envelope) -> None:
         exchange = self._exchanges.pop(envelope.destination, None)
@@ -481,38 +366,17 @@ class SocketBus(Bus):
     def _arrive_here(self, envelope: Envelope) -> None:
         self._paced.arrive(lambda: super(SocketBus, self).deliver(envelope))
 
-    def _drain(self, socket: Socket, take: Callable[[list[bytes]], None]) -> None:
-        for _ in range(_MAX_DRAINED):
-            if socket.closed:
-                return
-            try:
-                frames = socket.recv_multipart(self._zmq.NOBLOCK)
-            except self._zmq.Again:
-                return
-            take(frames)
-
-    def _close(self, socket: Socket) -> None:
-        self._paced.unwatch(socket)
-        socket.close()
-
-    def _all_sockets(self) -> Iterator[Socket]:
-        yield from self._routers.values()
-        yield from self._engines.values()
-        yield from (pull.socket for pull in self._pulls.values())
-
     def close(self) -> None:
         """Give back every socket."""
-        for socket in list(self._all_sockets()):
-            self._close(socket)
         for server in self._servers.values():
             server.close()
         for call in self._calls.values():
             call.cancel()
-        self._context.destroy(linger=0)
+        self._sockets.close_all()
 
     @property
     def num_open_sockets(self) -> int:
-        return sum(1 for _ in self._all_sockets()) + len(self._servers)
+        return len(self._sockets) + len(self._servers)
 
 
 def _remember(known: "OrderedDict[str, Any]", key: str, value: object) -> None:

@@ -1,0 +1,144 @@
+"""The consumer's end of pulls over real sockets: a DEALER for each, from the pull to its last reply."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from kvreplay.connectors.mooncake.structs import (
+    STRAY_FRAMES,
+    MooncakeXferResponseStatus,
+    decode_response,
+    encode,
+)
+from kvreplay.sim.bus import owner_of
+from kvreplay.sim.envelope import PULL_REPLY, PULL_REQUEST, Envelope
+from kvreplay.transport.zmq_sockets import Socket, ZmqSockets
+
+MAX_PULL_BYTES: Final = 1 << 24
+_MAX_PAST: Final = 1 << 16
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    """A pull that this process has asked for, and its socket."""
+
+    socket: Socket
+    identity: str
+    asked: Envelope
+    owed: dict[str, str]
+    """Requests that no reply has named → their transfers."""
+    num_replies: int = 0
+
+
+class PullSockets:
+    """`arrived` gets each reply; `is_open` tells whether the pull of (source, conversation, attempt) waits for one."""
+
+    def __init__(
+        self,
+        instance: str,
+        sockets: ZmqSockets,
+        *,
+        arrived: Callable[[Envelope], None],
+        is_open: Callable[[str, str, int], bool],
+        malformed: Counter[str],
+    ) -> None:
+        self._instance = instance
+        self._sockets = sockets
+        self._arrived = arrived
+        self._is_open = is_open
+        self._malformed = malformed
+        self._pulls: dict[str, _Pull] = {}
+        self._past: OrderedDict[str, Envelope] = OrderedDict()
+        """Identities of sockets → the pulls for which they were, over or not."""
+        self._num_sockets = 0
+
+    def send(self, envelope: Envelope, endpoint: str) -> None:
+        """A pull, or what a stranger sends before it."""
+        pull = self._pulls.get(envelope.conversation) or self._open(envelope, endpoint)
+        if envelope.kind == STRAY_FRAMES:
+            frames = list(envelope.payload)
+        else:
+            pull.asked = envelope
+            pull.num_replies = 0
+            pull.owed = dict(zip(envelope.request_ids, envelope.transfer_ids, strict=True))
+            self._past[pull.identity] = envelope
+            payload = envelope.payload
+            frames = [payload if isinstance(payload, bytes) else encode(payload)]
+        self._sockets.send(pull.socket, frames)
+
+    def asked_as(self, identity: str) -> Envelope | None:
+        """The pull of the socket that a producer knows by this name."""
+        return self._past.get(identity)
+
+    def asked_of(self, instance: str) -> Iterator[Envelope]:
+        """The open pulls from this producer."""
+        yield from [pull.asked for pull in self._pulls.values() if owner_of(pull.asked.destination) == instance]
+
+    def tidy(self) -> None:
+        """Close the sockets of pulls that are over; to be called now and then."""
+        for conversation, pull in list(self._pulls.items()):
+            if not self._is_open(pull.asked.source, conversation, pull.asked.attempt):
+                self._forget(conversation)
+
+    def drop(self, source: str) -> None:
+        """Whoever asked is gone."""
+        for conversation, pull in list(self._pulls.items()):
+            if pull.asked.source == source:
+                self._forget(conversation)
+
+    def _open(self, envelope: Envelope, endpoint: str) -> _Pull:
+        self._num_sockets += 1
+        # What it is called tells the producer who asks; the number tells its pulls apart.
+        source = envelope.source if envelope.kind == PULL_REQUEST else f"{self._instance}/mooncake/0"
+        identity = f"{source}!{self._num_sockets}"
+        conversation = envelope.conversation
+        dealer = self._sockets.dealer(
+            endpoint, identity, MAX_PULL_BYTES, lambda frames: self._on_reply(conversation, frames)
+        )
+        pull = self._pulls[conversation] = _Pull(dealer, identity, envelope, {})
+        while len(self._past) > _MAX_PAST:
+            self._past.popitem(last=False)
+        return pull
+
+    def _forget(self, conversation: str) -> None:
+        self._sockets.close(self._pulls.pop(conversation).socket)
+
+    def _on_reply(self, conversation: str, frames: list[bytes]) -> None:
+        pull = self._pulls.get(conversation)
+        if pull is None:
+            return
+        if len(frames) != 1:
+            self._malformed["reply"] += 1
+            return
+        asked = pull.asked
+        named = [name for name in self._named_in(frames[0], pull.owed) if name in pull.owed]
+        transfers = tuple(pull.owed.pop(name) for name in named)
+        reply = Envelope(
+            kind=PULL_REPLY,
+            source=asked.destination,
+            destination=asked.source,
+            payload=frames[0],
+            request_ids=tuple(named),
+            transfer_ids=transfers,
+            conversation=asked.conversation,
+            attempt=asked.attempt,
+            peer_index=asked.peer_index,
+            num_peers=asked.num_peers,
+            reply_index=pull.num_replies,
+        )
+        pull.num_replies += 1
+        self._arrived(reply)
+
+    def _named_in(self, frame: bytes, owed: Mapping[str, str]) -> list[str]:
+        """The requests that a reply is about: the last one's are all that are left."""
+        try:
+            response = decode_response(frame)
+        except msgspec.MsgspecError:
+            self._malformed["reply"] += 1
+            return list(owed)
+        if response.status is MooncakeXferResponseStatus.CONTINUE:
+            return list(dict.fromkeys([*(response.ok_reqs or ()), *(response.err_reqs or ())]))
+        return list(owed)
