@@ -94,6 +94,21 @@ class Injector:
         self._config_records.append(record := Record(fault, sink))
         return record
 
+    def count_elsewhere(self, ask: Callable[[int, str], bool]) -> None:
+        """Parts of one run in several processes: ask where all are counted, by the fault's place in the plan and the
+        conversation."""
+        for place, fault in self._messages_by_place().items():
+            if fault.fault.nth is not None or fault.fault.count is not None:
+                fault.decide = partial(ask, place)
+
+    def decide(self, place: int, conversation: str) -> bool:
+        """Whether the fault at this place of the plan hits the conversation, the next that matches anywhere."""
+        return self._messages_by_place()[place].decide(conversation)
+
+    def _messages_by_place(self) -> dict[int, MessageFault]:
+        places = {id(record): place for place, record in enumerate(self._records)}
+        return {places[id(message.record)]: message for message in self._messages}
+
     def arm(self, topology: TopologyInfo) -> None:
         """Start: intercept messages, schedule what is due at a time. The plan must be possible in `topology`."""
         self.arm_messages()

@@ -49,6 +49,8 @@ class MessageFault:
         self.window = Window(fault.after, None if self.waits_for else until)
         self._verb = verb
         self._choice = Choice(fault, seed)
+        self.decide: Callable[[str], bool] = self._choice.decide
+        """Whether it hits this conversation, the next that matches."""
         self._states: dict[str, int] = {}
         self._draws: dict[str, int] = {}
         self._struck: dict[tuple[str | None, str | None], str] = {}
@@ -70,7 +72,7 @@ class MessageFault:
         if selects is not None and not selects(envelope, self._settings):
             return False
         if state is None:
-            state = self._states[key] = _CHOSEN if self._choice.decide(key) else _PASSED
+            state = self._states[key] = _CHOSEN if self.decide(key) else _PASSED
         return state == _CHOSEN
 
     def _matches(self, envelope: Envelope, now_ns: int) -> bool:

@@ -37,6 +37,10 @@ class FramedPipes:
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
     def send(self, message: bytes) -> None:
         if self._is_closed:
             return

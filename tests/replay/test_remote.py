@@ -84,6 +84,14 @@ def test_every_canned_trace_has_the_same_verdict_on_both(arguments: str) -> None
 
 
 @pytest.mark.slow
+def test_conversations_of_all_instances_are_counted_together() -> None:
+    arguments = "decode-stall --inject timeout:nth=3 --set topology.prefill=2 --set topology.decode=2"
+    virtual, real = both(*shlex.split(arguments))
+    assert real == virtual
+    assert real["requests"]["failed"] == 1
+
+
+@pytest.mark.slow
 def test_instances_of_several_ranks() -> None:
     arguments = "decode-stall --config mooncake-4p4d-tp4-tp2 --inject mooncake.peer-one-of-k:order=first --limit 4"
     virtual, real = both(*shlex.split(arguments), scale=10)

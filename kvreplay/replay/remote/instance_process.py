@@ -91,9 +91,12 @@ class InstanceProcess:
         self._node = self.node = Node(setup.name, roles[setup.name], rank, surroundings)
         self.node.on_end = self._ended
         self._ends = Ends([self.node], loop, sink, self.injector.blame, findings)
+        self.injector.count_elsewhere(self._ask)
         self.injector.arm_messages()
         self._said: messages.Quiet | None = None
         self._num_heard = 1  # the set-up
+        self._num_questions = 0
+        self._decisions: dict[int, bool] = {}
         self._tidied_ns = 0
         self.is_over = False
         self._sample_later()
@@ -144,8 +147,19 @@ class InstanceProcess:
                     self.injector.observe(event)
             case messages.Order():
                 self._paced.arrive(lambda: self._carry_out(message))
+            case messages.Decision():
+                self._decisions[message.number] = message.hits
             case messages.Quit():
                 self.is_over = True
+
+    def _ask(self, place: int, conversation: str) -> bool:
+        """Wait for the supervisor's word. What else comes meanwhile is for later, if it is for an action."""
+        self._num_questions += 1
+        number = self._num_questions
+        self._say(messages.Question(number=number, place=place, conversation=conversation))
+        while number not in self._decisions and not self.is_over and not self._pipes.is_closed:
+            self._paced.listen(_MAX_WAIT_S)
+        return self._decisions.pop(number, False)
 
     def _take(self, kind: str, payload: object, request_id: str) -> None:
         address = self.node.api_address

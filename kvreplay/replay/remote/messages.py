@@ -71,6 +71,13 @@ class Order(_Message):
     arguments: dict[str, Any] = {}
 
 
+class Decision(_Message):
+    """The answer to a `Question`."""
+
+    number: int
+    hits: bool
+
+
 class Quit(_Message):
     pass
 
@@ -113,6 +120,14 @@ class Done(_Message):
     victims: list[str]
 
 
+class Question(_Message):
+    """Does the fault at this place of the plan hit this conversation, the next anywhere that matches?"""
+
+    number: int
+    place: int
+    conversation: str
+
+
 class Account(_Message):
     """At the end: how often each fault of the plan has fired here, for whom, and what came in that was nothing."""
 
@@ -128,8 +143,8 @@ class Failed(_Message):
     traceback: str
 
 
-ToInstance = Setup | Start | Directory | Arrival | Abort | Seen | Order | Quit
-FromInstance = Ready | Listening | Happened | Ended | Quiet | Done | Account | Failed
+ToInstance = Setup | Start | Directory | Arrival | Abort | Seen | Order | Decision | Quit
+FromInstance = Ready | Listening | Happened | Ended | Quiet | Done | Question | Account | Failed
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _to_instance: Final = msgspec.msgpack.Decoder(ToInstance)

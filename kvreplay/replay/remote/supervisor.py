@@ -364,6 +364,9 @@ class RemoteCluster:
                 node.said = message
             case messages.Done():
                 node.done[message.number] = message
+            case messages.Question():
+                hits = self.injector.decide(message.place, message.conversation)
+                node.tell(messages.Decision(number=message.number, hits=hits))
             case messages.Account():
                 node.account = message
                 self.malformed.update({(node.name, what): count for what, count in message.malformed.items()})
