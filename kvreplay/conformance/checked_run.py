@@ -127,8 +127,9 @@ class CheckedDriver(Driver):
         elif "stalled" in last:
             for request_id in last["stalled"]:
                 request = self.requests[request_id]
-                self._found(PROGRESS, f"{request.status.name}, and nothing open that could end it", request_id)
-        else:
+                if not request.status.is_finished:  # else its connector keeps its blocks
+                    self._found(PROGRESS, f"{request.status.name}, and nothing open that could end it", request_id)
+        elif not self.requests:  # it has not been cut short
             for finding in check_drained(snapshot_of(self.kv), "", 0):
                 self._found(finding.checker, finding.detail, finding.request_id, finding.block_id)
         return self.findings

@@ -34,7 +34,11 @@ def longest_valid_prefix(
         held_bad = _bad_blocks(scheduler.kv, tables, bad, computed_before)
         if not held_bad:
             continue
-        kept = _valid_tokens(scheduler.kv, request, bad, computed_before)
+        limit = computed_before
+        if request.status is RequestStatus.RUNNING and computed_before > request.admitted_at:
+            # It has computed on what it read there, also what no window reaches back from any more.
+            limit = _first_bad(scheduler.kv, tables, bad, limit)
+        kept = _valid_tokens(scheduler.kv, request, bad, computed_before, limit)
         affected.append(request.request_id)
         recovery.note_failed_load(request, computed_before, kept, "blocks", held_bad)
         recovery.forget_taint(request)
@@ -59,16 +63,25 @@ def _bad_blocks(kv: KVCacheManager, tables: Sequence[BlockIds], bad: BlockIds, c
     return [block_id for ids in held for block_id in ids[np.isin(ids, bad)].tolist()]
 
 
-def _valid_tokens(kv: KVCacheManager, request: Request, bad: BlockIds, computed: int) -> int:
-    """The longest prefix of `computed` tokens that the request can go on from."""
+def _first_bad(kv: KVCacheManager, tables: Sequence[BlockIds], bad: BlockIds, computed: int) -> int:
+    """Where the first bad block of any group begins."""
+    for ids, manager in zip(tables, kv.managers, strict=True):
+        places = np.isin(ids, bad).nonzero()[0]
+        if len(places):
+            computed = min(computed, int(places[0]) * manager.block_size)
+    return computed
+
+
+def _valid_tokens(kv: KVCacheManager, request: Request, bad: BlockIds, computed: int, limit: int) -> int:
+    """The longest prefix of `computed` tokens, no longer than `limit`, that the request can go on from."""
     columns = [
         _Column(manager, request, bad)
         for manager in kv.managers
         if manager.spec.prefix_cacheable  # the others are computed again, or empty at such a place
     ]
-    if all(column.is_valid(computed, is_cut=False) for column in columns):
+    if limit == computed and all(column.is_valid(computed, is_cut=False) for column in columns):
         return computed
-    longest = min([computed, *(column.longest for column in columns)])
+    longest = min([limit, *(column.longest for column in columns)])
     for num_tokens in range(longest // kv.block_size * kv.block_size, 0, -kv.block_size):
         if all(column.is_valid(num_tokens, is_cut=num_tokens < computed) for column in columns):
             return num_tokens

@@ -122,7 +122,8 @@ class Recovery:
         failed_parked, _ = self._scan(self, self._parked(), invalid, scheduled)
         running = [request for request in scheduler.running.values() if request.lockstep_since is None]
         failed_running, to_evict = self._scan(self, running, invalid, scheduled)
-        if scheduler.rules.rolls_back_dropped and self.recompute:
+        if scheduler.rules.rolls_back_dropped:
+            failed_running += self._preempted_since(out, invalid)
             for request_id in failed_running:
                 scheduler.drop_in_flight(scheduler.requests[request_id])
         if self.recompute:
@@ -132,6 +133,16 @@ class Recovery:
         if to_evict:
             self.evict(to_evict, running)
         return failed_parked + [request_id for request_id in failed_running if request_id not in failed_parked]
+
+    @staticmethod
+    def _preempted_since(out: SchedulerOutput, invalid: BlockIds) -> list[str]:
+        """Who has been preempted while the step was in flight, and in it has sampled from a bad block of its own."""
+        return [
+            share.request.request_id
+            for share in out.shares
+            if share.request.status is RequestStatus.PREEMPTED
+            and any(np.isin(block_ids, invalid).any() for block_ids in share.new_blocks)
+        ]
 
     def _parked(self) -> list[Request]:
         """Or, with every holder, also those whose load is over, and who wait for room to go on."""

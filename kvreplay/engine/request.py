@@ -36,6 +36,7 @@ class Request:
     """
 
     __slots__ = (
+        "admitted_at",
         "arrival_ns",
         "arrival_order",
         "attempts",
@@ -121,6 +122,8 @@ class Request:
         self.num_external_tokens = 0
         """Tokens that its last external load was for."""
         self.num_preemptions = 0
+        self.admitted_at = 0
+        """Tokens that were there, hit or loaded, when it was last admitted to run: what comes after is computed."""
         self.is_prefill_chunk = False
         self.num_draft_tokens = 0
         """Drafts proposed for its next step."""

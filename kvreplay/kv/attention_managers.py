@@ -309,7 +309,7 @@ def make_cache_manager(
     `hash_block_size`: what one of the requests' prefix hashes covers, if not what the groups' sizes suggest.
     `keeps_state_below_mark`: as in `CacheRules`.
     """
-    return _kind_for(groups, drafts, retention_interval)(
+    return _kind_for(groups, drafts, retention_interval, hash_block_size)(
         groups,
         pool,
         max_model_len=max_model_len,
@@ -325,13 +325,14 @@ def make_cache_manager(
 
 
 def _kind_for(
-    groups: Sequence[KVCacheGroupSpec], drafts: DraftRules, retention_interval: int | None
+    groups: Sequence[KVCacheGroupSpec], drafts: DraftRules, retention_interval: int | None, hash_block_size: int | None
 ) -> type[KVCacheManager]:
     if drafts != NO_DRAFTS:
         return KVCacheManager
     if len(groups) == 1 and groups[0].is_full_attention:
         return FullAttentionCacheManager
-    is_uniform = len({group.block_size for group in groups}) == 1 and retention_interval == 0
+    sizes = {group.block_size for group in groups}
+    is_uniform = len(sizes) == 1 and hash_block_size in (None, *sizes) and retention_interval == 0
     if len(groups) > 1 and is_uniform and all(_is_plain(group) for group in groups):
         return UniformAttentionCacheManager
     return KVCacheManager

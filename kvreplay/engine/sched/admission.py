@@ -151,7 +151,7 @@ class AdmissionLayer(RunningLayer):
             return _Head.SKIP
         if num_external:
             out.has_sync_kv_loads = True
-        request.num_computed_tokens = computed
+        request.num_computed_tokens = request.admitted_at = computed
         was_preempted = request.status is RequestStatus.PREEMPTED
         if admission.num_drafts and admission.num_tokens != 1 + admission.num_drafts:
             raise EngineFatal("AssertionError")
@@ -182,9 +182,10 @@ class AdmissionLayer(RunningLayer):
             external, is_async = self.connector.get_num_new_matched_tokens(request, admission.num_local - unaligned)
             if request.skip_reading_prefix_cache or request.is_never_loaded:
                 external, is_async = 0, False
-            if external and self._stops_before_last_token:
-                external = max(min(external, request.num_tokens - 1 - (admission.num_local - unaligned)), 0)
-                is_async = is_async and external > 0
+            if external and self.rules.tolerates_reports:
+                external, is_async = self._at_most(
+                    external, request.num_tokens - admission.num_local + unaligned, is_async
+                )
             self.log.lookup(request, external, is_async=is_async)
             if external is None:
                 if self.connector.is_going_in_circles(request.request_id):
@@ -206,6 +207,11 @@ class AdmissionLayer(RunningLayer):
             admission.num_local = admission.num_external = admission.computed = 0
             admission.is_async = False
         return True
+
+    def _at_most(self, external: int, rest: int, is_async: bool) -> tuple[int, bool]:  # noqa: FBT001 - a pair
+        """What a connector offers, no more than the prompt's rest, and where its last token must be computed, less."""
+        external = max(min(external, rest - (1 if self._stops_before_last_token or not is_async else 0)), 0)
+        return external, is_async and external > 0
 
     def _find_local(self, admission: _Admission, *, reconciled: bool = False) -> bool:
         """The hit in this instance's cache. Returns whether it is full attention's alone."""

@@ -150,12 +150,11 @@ class EndsLayer(LockstepLayer):
         self.waiting.prepend(request)
 
     def drop_in_flight(self, request: Request) -> None:
-        """What later steps in flight compute for a running request is for nothing: it goes on elsewhere."""
-        if request.status is RequestStatus.RUNNING:
-            request.num_output_placeholders = 0
-            request.num_draft_tokens = 0
-            request.num_stale_output_tokens = request.num_in_flight_tokens
-            request.drop_stale_output = True
+        """What steps in flight compute for a request is for nothing: it goes on elsewhere."""
+        request.num_output_placeholders = 0
+        request.num_draft_tokens = 0
+        request.num_stale_output_tokens = request.num_in_flight_tokens
+        request.drop_stale_output = True
 
     def preempt_for_recovery(self, request: Request) -> None:
         """A running request has lost what it needs to go on; nothing of the step in progress is for it."""
