@@ -52,6 +52,8 @@ _HTTP: Final = "http/"
 """Begins the address of an HTTP client that waits for an answer."""
 _FAULTED_WHERE_SENT: Final = frozenset({PULL_REQUEST, BOOTSTRAP_QUERY, WRITE_DONE})
 _MAX_WRITE_BYTES: Final = 1 << 30
+_MAX_OPEN: Final = 1 << 14
+"""Pulls that wait here at a time; real consumers have some hundreds."""
 _MAX_KNOWN: Final = 1 << 16
 """Pulls that are over, peers, and exchanges that are remembered."""
 
@@ -237,6 +239,9 @@ class SocketBus(Bus):
     def _on_pull(self, address: str, router: Socket, frames: list[bytes]) -> None:
         identity, *rest = frames
         conversation = identity.decode("latin-1")
+        if len(self._asked) >= _MAX_OPEN and conversation not in self._asked:
+            self.malformed["pull too many"] += 1
+            return
         received = Envelope(
             kind=STRAY_FRAMES, source=conversation, destination=address, payload=tuple(rest), conversation=conversation
         )

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import zmq
 
+from kvreplay.connectors.mooncake import socket_bus
 from kvreplay.connectors.mooncake.structs import MooncakeXferMetadata, decode_request, decode_response, encode
 from kvreplay.connectors.mooncake.write_frames import encode_write
 from kvreplay.sim.envelope import PULL_REQUEST, WRITE_DATA
@@ -115,6 +116,18 @@ class TestPulls:
         assert stranger.malformed("P0") == {"pull": 199}
         assert decode_response(dealer.recv(zmq.NOBLOCK)).status.name == "ERROR"
         check_good_pull(pair)
+
+    def test_pulls_for_unknown_transfers_do_not_grow_without_bound(
+        self, pair: SocketPair, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(socket_bus, "_MAX_OPEN", 50)
+        pull = decode_request(encode(MooncakeXferMetadata("D0", 17100, 1, 0, {}, [], [], [])))
+        pair.d.memory.layout.describe(pull)
+        for number in range(80):
+            pull.req_blocks = {f"x{number}": (f"unknown{number}", [[4]])}
+            stranger.dealer(PULLS).send(encode(pull))
+        pair.run(20)
+        assert stranger.malformed("P0") == {"pull too many": 30}
 
     def test_a_pull_cut_off_anywhere_is_refused(self, pair: SocketPair, stranger: Stranger) -> None:
         frame = encode(MooncakeXferMetadata("D0", 17100, 1, 0, {"d1": ("X1", [[4]])}, [1], [8], [8]))
