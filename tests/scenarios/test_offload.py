@@ -130,6 +130,36 @@ def test_a_tier_without_room_is_offered_the_same_again_and_again(tmp_path: Path)
     assert summary.tiers.refused_offers == 6
 
 
+def test_a_refused_offer_of_a_single_step_is_made_twice(tmp_path: Path) -> None:
+    """While it runs, and at its end."""
+    summary = judge(tmp_path, offloading(cpu_chunks=2), workload(request("a", prompt_tokens=16, output_tokens=1)))
+    assert summary.tiers is not None
+    assert summary.tiers.refused_offers == 2
+
+
+@pytest.mark.parametrize(("prompt_only", "stored"), [(True, 1), (False, 1)])
+def test_the_slot_of_the_last_token_was_never_written(prompt_only: bool, stored: int) -> None:
+    """Seven tokens and one: the second block is full by number only."""
+    requests = workload(request("a", prompt_tokens=7, output_tokens=1))
+    played = play(offloading(offload_prompt_only=prompt_only), requests)
+    assert sum(event.num_blocks or 0 for event in played.of("store.started")) == stored
+
+
+@pytest.mark.parametrize(("prompt_only", "stored"), [(True, 1), (False, 2)])
+def test_what_is_generated_is_stored_only_if_asked_for(prompt_only: bool, stored: int) -> None:
+    requests = workload(request("a", prompt_tokens=7, output_tokens=3))
+    played = play(offloading(offload_prompt_only=prompt_only), requests)
+    assert sum(event.num_blocks or 0 for event in played.of("store.started")) == stored
+
+
+def test_a_request_preempted_by_a_reset_asks_again_one_step_later() -> None:
+    """Its stores are flushed in the step in which it is looked up: the copy is over, and not acknowledged."""
+    config = offloading(num_gpu_blocks=40, store_bytes_per_s=1000)
+    played = play(config, workload(request("r", prompt_tokens=16, text=TEXT)), "cache.reset:at=15ms,what=running")
+    assert not played.violations
+    assert [event.num_tokens for event in played.of("lookup")] == [0, None, 16]
+
+
 def test_blocks_given_away_wait_for_their_store() -> None:
     """A store of 4 blocks takes 160 ms: `f`, which gets them, is held up until they have been read."""
     config = offloading(store_bytes_per_s=100)
