@@ -113,6 +113,16 @@ def test_shortcuts_change_nothing(layout: str) -> None:
     assert _told(runs[0]) == _told(runs[1])
 
 
+def test_a_request_that_only_decodes_is_stored_again_after_a_reset() -> None:
+    config, requests = offloading(), workload(request("a", prompt_tokens=16, output_tokens=20, text=TEXT))
+    runs = [
+        play(config, requests, "cache.reset:at=95ms,what=connector", single_steps=plain, use_lockstep=not plain)
+        for plain in (False, True)
+    ]
+    assert _told(runs[0]) == _told(runs[1])
+    assert len(runs[0].of("store.started")) == 2
+
+
 def test_a_cpu_tier_that_is_full_evicts(tmp_path: Path) -> None:
     summary = judge(tmp_path, offloading(num_gpu_blocks=30, cpu_chunks=16), _sessions())
     assert summary.verdict == "passed"

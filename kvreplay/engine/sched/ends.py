@@ -128,7 +128,10 @@ class EndsLayer(LockstepLayer):
     def reset_connector_cache(self) -> bool:
         """What the connector has cached is forgotten, where it caches anything."""
         self._blocks_changed()
-        return self.connector is not None and self.connector.reset_cache()
+        if self.connector is None:
+            return False
+        self._dissolve_lockstep()  # it may want to see requests again that it had been done with
+        return self.connector.reset_cache()
 
     def preempt(self, request_id: str) -> bool:
         """Preempt one running request from outside, between steps. False if it does not run."""

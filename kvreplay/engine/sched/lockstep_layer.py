@@ -259,7 +259,7 @@ class LockstepLayer(SchedulerState):
                 self._cache_filled(request, table)
             block_id = self.pool.take_one()
             table.append(block_id)
-            if self.connector is not None:
+            if self.connector is not None and self._must_step:
                 self.connector.note_allocated([block_id])
             if self.log.wants_blocks:
                 self.log.blocks("block.allocated", request, 0, [block_id])
