@@ -1,6 +1,6 @@
 """The producer's half on one rank: keeps finished requests' blocks, and writes them to consumers that ask."""
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -28,8 +28,9 @@ from kvreplay.connectors.mooncake.structs import (
     WriteDone,
     decode_request,
 )
+from kvreplay.connectors.mooncake.transfers import Transfers
 from kvreplay.connectors.mooncake.write_source import WriteSource
-from kvreplay.events import Event, EventSink
+from kvreplay.events import EventSink
 from kvreplay.sim.envelope import PULL_REPLY, PULL_REQUEST, WRITE_DATA, WRITE_DONE, Envelope
 from kvreplay.transport.machine import Deadlines
 
@@ -40,8 +41,6 @@ _LAYOUT_MISS = MooncakeXferResponseStatus.LAYOUT_MISS
 
 NOT_READY = "Timeout waiting for P side ready."
 DROPPED = "P dropped the request"
-_MAX_GONE = 4096
-"""Transfers that ended unsent and are remembered, so that a late pull can be told."""
 
 
 class Producer:
@@ -66,16 +65,12 @@ class Producer:
         log_line: LogSink | None = None,
     ) -> None:
         self.outbox: list[Envelope] = []
-        self.entries: dict[str, SendBlockMeta] = {}
-        """Transfer id → transfer: `reqs_need_send`."""
         self.layouts = LayoutMatcher(layout, identity.ranks, heads, log_line)
         self.num_stray_messages = 0
         self.on_change: Callable[[], None] | None = None
         """Told of every state that the transfers go through, for those who watch closely."""
-        self._answers_drops = behaviour["mooncake_producer_drop"] == "answer"
         self._expires_placeholders = behaviour["mooncake_placeholder"] == "expire"
         self._fences = behaviour["transfer_fence"] == "attempt"
-        self._accepts_unknown = behaviour["mooncake_unknown_transfer"] == "accept"
         self._releases_tasks = behaviour["mooncake_sender_tasks"] == "release"
         self._settles_broken = behaviour["mooncake_broken_send"] == "settle"
         self._survives_strays = behaviour["mooncake_listener"] == "survive"
@@ -111,12 +106,16 @@ class Producer:
             broke=self._break,
             log_line=log_line,
         )
-        self._finished_sending: dict[str, None] = {}
-        self._overdue: dict[str, SendBlockMeta] = {}
-        """Transfers whose time is up: the next poll frees those that are not being sent."""
-        self._shared: OrderedDict[str, None] = OrderedDict()
-        """Transfer ids that two requests have claimed: nobody can tell whose blocks a pull means."""
-        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._transfers = Transfers(
+            identity.instance,
+            behaviour=behaviour,
+            deadlines=self._deadlines,
+            sink=sink,
+            stats=stats,
+            wake=lambda entry: self._woken.update(entry.waiters),
+            changed=self._changed,
+            log_line=log_line,
+        )
         self.configure(config)
 
     def configure(self, config: MooncakeConfig) -> None:
@@ -124,6 +123,12 @@ class Producer:
         self._config = config
         self._abort_timeout_ns = config.abort_request_timeout_ns
         self._writes.timeout_ns = config.transfer_timeout_ns
+        self._transfers.configure(config)
+
+    @property
+    def entries(self) -> dict[str, SendBlockMeta]:
+        """Transfer id → transfer: `reqs_need_send`."""
+        return self._transfers.entries
 
     # -- the state machine --------------------------------------------------------------------------------
 
@@ -133,9 +138,7 @@ class Producer:
 
     @property
     def has_report(self) -> bool:
-        if self._overdue and any(entry.sending == 0 for entry in self._overdue.values()):
-            return True
-        return bool(self._finished_sending)
+        return self._transfers.has_report
 
     def handle(self, envelope: Envelope, now_ns: int) -> None:
         kind = envelope.kind
@@ -206,138 +209,23 @@ class Producer:
                 self._orphans += service.pending.values()
                 self._end_service(service)
 
-    # -- what the scheduler says --------------------------------------------------------------------------
+    # -- its scheduler ------------------------------------------------------------------------------------
 
     def record_send_reqs(self, metadata: MooncakeConnectorMetadata, now_ns: int) -> None:
-        """Take the step's metadata. What vLLM does not expect ends it there, unheard: the rest is lost."""
-        for p_req_id, (transfer_id, block_ids) in metadata.reqs_to_send.items():
-            if not block_ids:
-                self._announce(p_req_id, transfer_id)
-            elif not self._finish(p_req_id, transfer_id, block_ids, now_ns):
-                break
-            self._changed()
-        else:
-            self._drop(metadata.reqs_not_processed)
-        self._changed()
-
-    def _announce(self, p_req_id: str, transfer_id: str) -> None:
-        self._gone.pop(transfer_id, None)
-        entry = self.entries.get(transfer_id)
-        if entry is None:
-            self.entries[transfer_id] = SendBlockMeta(p_req_id, transfer_id, announced_by=p_req_id)
-        elif entry.announced_by is None:
-            entry.announced_by = p_req_id
-        elif self._accepts_unknown and entry.owner != p_req_id:
-            self._refuse_shared(entry)
-
-    def _refuse_shared(self, entry: SendBlockMeta) -> None:
-        """Two live requests have one transfer id: neither is sent, rather than one to the other's consumer."""
-        _keep_last(self._shared, entry.transfer_id)
-        if self._remove(entry.transfer_id) is not None and entry.ready:
-            self._finished_sending[entry.p_req_id] = None
-        entry.dropped = True
-        self._woken.update(entry.waiters)
-
-    def _finish(self, p_req_id: str, transfer_id: str, block_ids: Sequence[Sequence[int]], now_ns: int) -> bool:
-        """The request's blocks are there to be sent. False: nobody knows the transfer, and the step's rest is lost."""
-        entry = self.entries.get(transfer_id)
-        if self._accepts_unknown:
-            if transfer_id in self._shared:
-                self._finished_sending[p_req_id] = None
-                return True
-            if entry is None:
-                self._gone.pop(transfer_id, None)
-                entry = self.entries[transfer_id] = SendBlockMeta(p_req_id, transfer_id)
-            elif entry.owner not in ("", p_req_id):
-                # Two requests with one transfer id: consumers will get the first one's blocks.
-                self._finished_sending[p_req_id] = None
-                return True
-        if entry is None:
-            return False
-        self._make_ready(entry, p_req_id, block_ids, now_ns)
-        self._woken.update(entry.waiters)
-        return True
-
-    def _make_ready(self, entry: SendBlockMeta, p_req_id: str, block_ids: Sequence[Sequence[int]], now_ns: int) -> None:
-        entry.p_req_id = p_req_id
-        entry.local_block_ids = block_ids
-        entry.ready = True
-        self._deadlines.cancel(entry.expiry)
-        self._overdue.pop(entry.transfer_id, None)
-        # A poll frees what expired before it, not what expires in that very instant.
-        entry.expiry = self._deadlines.at(now_ns + self._abort_timeout_ns + 1, self._on_overdue, entry)
-
-    def _drop(self, transfer_ids: Iterable[str]) -> None:
-        for transfer_id in transfer_ids:
-            entry = self.entries.get(transfer_id)
-            if self._accepts_unknown and entry is not None and entry.ready:
-                continue  # another request's
-            self._remove(transfer_id)
-            if not self._accepts_unknown and (entry is None or entry.ready):
-                return
-            if self._answers_drops:
-                self._remember_gone(transfer_id)
-                if entry is not None:
-                    entry.dropped = True
-                    self._woken.update(entry.waiters)
-
-    def _remove(self, transfer_id: str) -> SendBlockMeta | None:
-        entry = self.entries.pop(transfer_id, None)
-        if entry is not None:
-            self._deadlines.cancel(entry.expiry)
-            self._overdue.pop(transfer_id, None)
-        return entry
-
-    def _remember_gone(self, transfer_id: str) -> None:
-        _keep_last(self._gone, transfer_id)
-
-    # -- what the scheduler hears -------------------------------------------------------------------------
+        """Take the step's metadata."""
+        self._transfers.record(metadata, now_ns)
 
     def note_overdue(self, now_ns: int) -> None:
         """A poll looks at the clock itself: it frees what has expired while the loop was busy."""
-        for entry in self.entries.values():
-            if entry.expiry is not None and entry.expiry.action is not None and entry.expiry.time_ns <= now_ns:
-                self._deadlines.cancel(entry.expiry)
-                self._overdue[entry.transfer_id] = entry
+        self._transfers.note_overdue(now_ns)
 
     def take_finished(self, now_ns: int) -> list[str]:
         """Requests whose blocks may be freed: sent, or never asked for in time."""
-        finished = self._finished_sending
-        if self._overdue:
-            for entry in [entry for entry in self._overdue.values() if entry.sending == 0]:
-                self._expire(entry, now_ns)
-                finished[entry.p_req_id] = None
-        self._finished_sending = {}
-        return list(finished)
-
-    def _on_overdue(self, entry: SendBlockMeta, now_ns: int) -> None:
-        self._overdue[entry.transfer_id] = entry
+        return self._transfers.take_finished(now_ns)
 
     def expire_now(self, transfer_ids: Iterable[str]) -> None:
         """Let the time of these be up already, as if their requests had finished long ago."""
-        for transfer_id in transfer_ids:
-            entry = self.entries.get(transfer_id)
-            if entry is not None and entry.ready:
-                self._deadlines.cancel(entry.expiry)
-                self._overdue[transfer_id] = entry
-
-    def _expire(self, entry: SendBlockMeta, now_ns: int) -> None:
-        self._remove(entry.transfer_id)
-        if self._answers_drops:
-            self._remember_gone(entry.transfer_id)
-        self._stats.num_kv_expired_reqs += 1
-        self._line(log.WARNING, log.EXPIRED, entry.p_req_id, self._config.abort_request_timeout)
-        self._sink.emit(
-            Event(
-                "send.expired",
-                now_ns,
-                self._identity.instance,
-                request_id=entry.p_req_id,
-                transfer_id=entry.transfer_id,
-                num_blocks=entry.num_blocks,
-                cause=f"timed out after {self._config.abort_request_timeout:g} seconds without being sent",
-            )
-        )
+        self._transfers.expire_now(transfer_ids)
 
     # -- servicing pulls ----------------------------------------------------------------------------------
 
@@ -389,7 +277,7 @@ class Producer:
         self, envelope: Envelope, pull: MooncakeXferMetadata, plan: TransferPlan, remote_ranks: list[int], now_ns: int
     ) -> None:
         pending = {
-            d_req_id: self._entry_for_pull(transfer_id) for d_req_id, (transfer_id, _) in pull.req_blocks.items()
+            d_req_id: self._transfers.for_pull(transfer_id) for d_req_id, (transfer_id, _) in pull.req_blocks.items()
         }
         if not pending:
             return  # vLLM answers nothing
@@ -399,16 +287,6 @@ class Producer:
             if not entry.is_over:
                 entry.waiters[service] = None
         self._advance(service, now_ns)
-
-    def _entry_for_pull(self, transfer_id: str) -> SendBlockMeta:
-        entry = self.entries.get(transfer_id)
-        if entry is None:
-            entry = SendBlockMeta("", transfer_id)
-            if transfer_id in self._gone or transfer_id in self._shared:
-                entry.dropped = True
-            else:
-                self.entries[transfer_id] = entry
-        return entry
 
     def _advance(self, service: Service, now_ns: int) -> None:
         """Start to write what is ready, or wait for something to be."""
@@ -447,7 +325,7 @@ class Producer:
             entry.waiters.pop(service, None)
             if entry.dropped:
                 write.fail(d_req_id, DROPPED)
-            elif entry.transfer_id in self.entries:
+            elif entry.transfer_id in self._transfers.entries:
                 entry.sending += 1
                 if not entry.need_send:
                     self._resolve_need_send(entry, service)
@@ -531,12 +409,11 @@ class Producer:
     def _complete(self, entry: SendBlockMeta) -> None:
         """Let go of a transfer that every consumer rank has. With fences, not while another write reads it still."""
         if self._fences:
-            is_current = self.entries.get(entry.transfer_id) is entry
-            is_done = is_current and entry.sent >= entry.need_send and entry.sending == 0
+            is_done = self._transfers.is_current(entry) and entry.sent >= entry.need_send and entry.sending == 0
         else:
             is_done = entry.sent == entry.need_send
-        if is_done and self._remove(entry.transfer_id) is not None:
-            self._finished_sending[entry.p_req_id] = None
+        if is_done:
+            self._transfers.let_go(entry)
 
     def _end_service(self, service: Service) -> None:
         self._deadlines.cancel(service.deadline)
@@ -547,7 +424,7 @@ class Producer:
         for entry in pending.values():
             entry.waiters.pop(service, None)
             if self._expires_placeholders and not (entry.announced_by or entry.is_over or entry.waiters):
-                self._remove(entry.transfer_id)
+                self._transfers.remove(entry.transfer_id)
 
     def _on_consumer_gone(self, envelope: Envelope) -> None:
         """Stop to wait on behalf of a consumer that has died; a write that is running goes on."""
@@ -617,9 +494,3 @@ class Producer:
 
 def _pull_of(payload: MooncakeXferMetadata | bytes) -> MooncakeXferMetadata:
     return payload if isinstance(payload, MooncakeXferMetadata) else decode_request(payload)
-
-
-def _keep_last(transfers: OrderedDict[str, None], transfer_id: str) -> None:
-    transfers[transfer_id] = None
-    if len(transfers) > _MAX_GONE:
-        transfers.popitem(last=False)
