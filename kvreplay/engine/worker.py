@@ -24,7 +24,7 @@ from kvreplay.kv.content import WordArray
 from kvreplay.kv.managers.base import KVGroupManager
 from kvreplay.kv.memory import BlockIds as AnyBlockIds
 from kvreplay.kv.memory import History, Provenance
-from kvreplay.kv.specs import MAMBA, KVCacheGroupSpec, cdiv
+from kvreplay.kv.specs import MAMBA, KVCacheGroupSpec
 
 _NO_LOAD = -1
 
@@ -130,7 +130,8 @@ class WorkerModel:
             first = start
             window = self._windows[group]
             if window is not None:
-                if not is_late and not table[start // window.block_size : cdiv(end, window.block_size)].all():
+                # What a window has left is a table's beginning: where one block is real, all behind it are.
+                if not is_late and not table[start // window.block_size]:
                     self._null_writes.append(WrongBlock(NULL_BLOCK_ID, group, request.request_id, start, None, True))
                 first = self._first_kept(window, table, start, end)
                 if first >= end:

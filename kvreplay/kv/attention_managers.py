@@ -11,7 +11,7 @@ from kvreplay.kv.block_pool import NO_KEY, BlockIds, BlockPool, Keys
 from kvreplay.kv.block_table import UNTRACKED, BlockTable
 from kvreplay.kv.cache_manager import NO_DRAFTS, DraftRules, KVCacheManager
 from kvreplay.kv.lookup import FoundPrefix, Hit
-from kvreplay.kv.managers.base import NO_BLOCKS, Hashable, KVGroupManager
+from kvreplay.kv.managers.base import NO_BLOCKS, Hashable, KVGroupManager, Mask
 from kvreplay.kv.specs import KVCacheGroupSpec, cdiv
 
 
@@ -188,9 +188,8 @@ class UniformAttentionCacheManager(KVCacheManager):
             if skipped <= 0 or table is None:
                 continue
             ids = table.ids[:skipped]
-            nulls = (ids == NULL_BLOCK_ID).nonzero()[0]
-            first = int(nulls[-1]) + 1 if len(nulls) else 0
-            if first < len(ids):
+            if len(ids) and ids[-1]:  # what has been left before is null, and comes first
+                first = int((ids != NULL_BLOCK_ID).argmax())
                 left.append(ids[first:][::-1].copy())
                 ids[first:] = NULL_BLOCK_ID
         if not left:
@@ -216,20 +215,32 @@ class UniformAttentionCacheManager(KVCacheManager):
         boundaries = self._replay_boundaries(request.num_prompt_tokens)
         if request.shared_prefix_boundary:
             boundaries = [*boundaries, request.shared_prefix_boundary]
+        masks: dict[int, Mask | None] = {}
         return [
-            self._enter(manager, table, keys, start, end, boundaries)
+            self._enter(manager, table, keys, start, end, boundaries, masks)
             for manager, table in zip(self.managers, tables, strict=True)
         ]
 
     def _enter(
-        self, manager: KVGroupManager, table: BlockTable, keys: Keys, start: int, end: int, boundaries: Sequence[int]
+        self,
+        manager: KVGroupManager,
+        table: BlockTable,
+        keys: Keys,
+        start: int,
+        end: int,
+        boundaries: Sequence[int],
+        masks: dict[int, Mask | None],
     ) -> BlockIds:
+        """`masks`: of windows that have been asked already, what they keep of these blocks."""
         table.num_cached = end
         block_ids, block_keys = table.ids[start:end], keys[start:end]
         if not manager.spec.is_full_attention:
             if max(boundaries) // self.block_size <= start:
                 return NO_BLOCKS  # no window before a boundary reaches this far
-            retained = manager.retained(start, end, boundaries)
+            window = manager.spec.sliding_window or 0
+            if window not in masks:
+                masks[window] = manager.retained(start, end, boundaries)
+            retained = masks[window]
             chosen = block_ids != NULL_BLOCK_ID
             if retained is not None:
                 chosen &= retained
