@@ -326,7 +326,11 @@ class AdmissionLayer(RunningLayer):
         elif hit is not None and self._may_settle and not admission.num_external:
             least = self.kv.least_blocks(request.num_tokens, hit, admission.num_local)
             if least is not None:
-                self._misfit = Misfit(request, request.num_tokens, least, self._num_inserted)
+                # Its own output is generated, too.
+                num_blocks = request.num_tokens // self.kv.rules.hash_block_size
+                ignores = not request.num_output_tokens and request.content.first_output_block >= num_blocks
+                inserted = self._num_inserted(ignores_generated=ignores)
+                self._misfit = Misfit(request, request.num_tokens, least, inserted, ignores)
         return new_blocks
 
     def _reserved_blocks(self) -> int:

@@ -83,7 +83,7 @@ class HybridGrowth:
         for offset in range(limit):
             changed = self._lockstep.num_needing_blocks(step + offset) * self.most_taken
             free -= changed
-            missing -= changed
+            missing -= 2 * changed  # what is filled may be hit, what is given back can be taken
             if free < 0 or missing <= 0:
                 return offset
         return limit

@@ -105,10 +105,11 @@ class LockstepLayer(SchedulerState):
         # A block that fills while coasting could be what the request that does not fit was waiting to hit.
         if self._scan is Scan.EXHAUSTED:
             return True
-        if self._scan is not Scan.BLOCKED or self._output_is_shared:
+        if self._scan is not Scan.BLOCKED:
             return False
-        # Members with windows give blocks back as they go.
-        return self._hybrid_growth is None or self._still_does_not_fit()
+        if self._hybrid_growth is not None:
+            return self._still_does_not_fit()  # members with windows give blocks back as they go
+        return not self._output_is_shared
 
     def _still_does_not_fit(self) -> bool:
         """Whether the first in the queue cannot have come to fit, whatever a lookup would find."""
@@ -124,13 +125,13 @@ class LockstepLayer(SchedulerState):
     def _blocks_missing(self, misfit: Misfit) -> int:
         """At least so many more must be free before it fits; not above 0: it may fit."""
         # Whatever has been cached since may be a hit by now, and save a block in each group.
-        saved = (self._num_inserted - misfit.num_inserted) * self._most_taken
+        inserted = self._num_inserted(ignores_generated=misfit.ignores_generated)
+        saved = (inserted - misfit.num_inserted) * self._most_taken
         return misfit.least_blocks - saved - self.pool.num_free
 
-    @property
-    def _num_inserted(self) -> int:
-        """Blocks that ever got a hash that who waits could hit."""
-        return self.pool.num_inserted - (0 if self._output_is_shared else self.kv.num_filled)
+    def _num_inserted(self, *, ignores_generated: bool) -> int:
+        """Blocks that ever got a hash."""
+        return self.pool.num_inserted - (self.kv.num_filled if ignores_generated else 0)
 
     def steps_until_shortage(self, step: int, limit: int) -> int:
         """How many steps from `step` on, up to `limit`, lockstep can take without running out of free blocks."""

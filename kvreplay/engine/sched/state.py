@@ -43,6 +43,8 @@ class Misfit(NamedTuple):
     """Blocks it needs from the free queue even if all of its hits are in use."""
     num_inserted: int
     """Blocks that had ever been cached then: it cannot have gained more hits than have come since."""
+    ignores_generated: bool = False
+    """It can hit no block that ends in generated tokens; those, where they are counted, are left out of the above."""
 
 
 class SchedulerState:
