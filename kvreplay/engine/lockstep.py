@@ -21,7 +21,8 @@ class Lockstep:
     def __init__(self, block_size: int, max_model_len: int) -> None:
         self.block_size = block_size
         self.max_model_len = max_model_len
-        self._members: dict[str, Request] = {}
+        self.members: dict[str, Request] = {}
+        """In order of joining. To be read only: whoever counts them often asks it instead of this object."""
         self._buckets: list[dict[str, Request]] = [{} for _ in range(block_size)]
         """Members by the step, modulo block size, in which they start with a multiple of it and need a new block."""
         self._finishing: list[tuple[int, int, Request]] = []
@@ -29,24 +30,24 @@ class Lockstep:
         """Sum over members of (num_computed_tokens - lockstep_since): context at step s is this + s * members."""
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self.members)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._members
+        return request_id in self.members
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(sorted(self._members.values(), key=_order))
+        return iter(sorted(self.members.values(), key=_order))
 
     def num_kv_tokens(self, step: int) -> int:
         """Context that all members read in `step`: their computed tokens and the new one."""
-        return self._context + (step + 1) * len(self._members)
+        return self._context + (step + 1) * len(self.members)
 
     def join(self, request: Request, step: int) -> None:
         """From the start of `step` on `request` decodes one token a step. It has just sampled one."""
         assert request.num_computed_tokens == request.num_tokens - 1, request
         assert request.lockstep_since is None, request
         request.lockstep_since = step
-        self._members[request.request_id] = request
+        self.members[request.request_id] = request
         self._buckets[(step - request.num_computed_tokens) % self.block_size][request.request_id] = request
         self._context += request.num_computed_tokens - step
         remaining = min(request.max_tokens - request.num_output_tokens, self.max_model_len - request.num_tokens)
@@ -60,7 +61,7 @@ class Lockstep:
         """
         since = request.lockstep_since
         assert since is not None, request
-        del self._members[request.request_id]
+        del self.members[request.request_id]
         del self._buckets[(since - request.num_computed_tokens) % self.block_size][request.request_id]
         self._context -= request.num_computed_tokens - since
         request.lockstep_since = None
@@ -70,7 +71,7 @@ class Lockstep:
         request.num_output_tokens += advanced
         if in_flight:
             request.num_in_flight_tokens = 1
-        if len(self._finishing) > 2 * len(self._members) + 64:
+        if len(self._finishing) > 2 * len(self.members) + 64:
             self._finishing = [entry for entry in self._finishing if self._is_current(entry)]
             heapify(self._finishing)
 
@@ -123,7 +124,7 @@ class Lockstep:
     def _is_current(self, entry: tuple[int, int, Request]) -> bool:
         step, _, request = entry
         since = request.lockstep_since
-        if since is None or self._members.get(request.request_id) is not request:
+        if since is None or self.members.get(request.request_id) is not request:
             return False
         remaining = min(request.max_tokens - request.num_output_tokens, self.max_model_len - request.num_tokens)
         return since + remaining - 1 == step

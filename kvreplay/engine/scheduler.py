@@ -111,7 +111,7 @@ class Scheduler(AdmissionLayer):
         if self.connector is not None and self.connector.lookup_version != self._lookup_version:
             self._lookup_version = self.connector.lookup_version
             self._scan = Scan.UNKNOWN
-        if self.lockstep and not self._lockstep_is_exact():
+        if self._decoding and not self._lockstep_is_exact():
             self._dissolve_lockstep()
         defer_prefills = self._defers_prefills()
         threshold = self._long_prefill_threshold()
@@ -119,7 +119,7 @@ class Scheduler(AdmissionLayer):
         prefill_admitted = False
         if out.shares:
             self._blocks_changed()
-        if self._output_is_shared and self.lockstep:
+        if self._output_is_shared and self._decoding:
             self._cache_filled_blocks()  # what this step fills may be what the first in the queue waits to hit
         if not out.preempted and self._scan is Scan.UNKNOWN:
             prefill_admitted = self._schedule_waiting(out, threshold, defer_prefills=defer_prefills)
@@ -139,7 +139,7 @@ class Scheduler(AdmissionLayer):
         if self._output_is_shared:
             self._cache_filled_blocks()
         out = SchedulerOutput(self.step)
-        out.num_lockstep = out.num_decodes = out.total_num_scheduled_tokens = len(lockstep)
+        out.num_lockstep = out.num_decodes = out.total_num_scheduled_tokens = len(self._decoding)
         out.num_kv_tokens = lockstep.num_kv_tokens(self.step)
         self._in_flight = out
         self._num_executed_steps += 1
@@ -169,9 +169,9 @@ class Scheduler(AdmissionLayer):
 
     def _finish_schedule(self, out: SchedulerOutput, *, prefill_admitted: bool) -> None:
         lockstep = self.lockstep
-        out.num_lockstep = out.num_decodes = len(lockstep)
-        out.total_num_scheduled_tokens += len(lockstep)
-        out.num_kv_tokens = lockstep.num_kv_tokens(self.step) if lockstep else 0
+        out.num_lockstep = out.num_decodes = len(self._decoding)
+        out.total_num_scheduled_tokens += out.num_lockstep
+        out.num_kv_tokens = lockstep.num_kv_tokens(self.step) if self._decoding else 0
         out.finished_req_ids = self.finished_req_ids
         self.finished_req_ids = []
         out.preempted = self._preempted_since

@@ -21,6 +21,10 @@ class FullAttentionCacheManager(KVCacheManager):
     The same decisions as `KVCacheManager` makes, without looking at what cannot be.
     """
 
+    def block_arrays(self, request_id: str) -> list[BlockIds]:
+        table = self.managers[0].tables.get(request_id)
+        return [table.ids if table is not None else NO_BLOCKS]
+
     def get_computed_blocks(self, keys: Keys, num_tokens: int) -> FoundPrefix:
         if not self.pool.enable_caching:
             return FoundPrefix(self.no_hit, 0)

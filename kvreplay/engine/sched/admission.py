@@ -47,7 +47,7 @@ class AdmissionLayer(RunningLayer):
         """Phase 2: admit from the queues. Returns whether a prompt with more than its last token left was admitted."""
         if self._budget_left(out) <= 0 or not self.num_waiting or len(self.running) >= self.max_num_active:
             return False
-        if self.lockstep and not self._output_is_shared:  # else phase 1 has done so
+        if self._decoding and not self._output_is_shared:  # else phase 1 has done so
             self._cache_filled_blocks()
         if self._still_does_not_fit():
             self._scan = Scan.BLOCKED
@@ -76,7 +76,7 @@ class AdmissionLayer(RunningLayer):
                 if may_settle:
                     self._scan = Scan.BLOCKED
                 break
-            queue.pop()
+            queue.take()
             self._ready_holding.pop(request.request_id, None)
             if share is _Head.REQUEUE:
                 self.deferred_waiting.pop(request.request_id, None)

@@ -43,7 +43,7 @@ class LockstepLayer(SchedulerState):
         if self.connector is not None and self.connector.has_pending_block_frees():
             return False
         wanted = sum(request.num_tokens - request.num_computed_tokens for request in explicit.values())
-        if wanted + len(self.lockstep) <= self._token_budget:
+        if wanted + len(self._decoding) <= self._token_budget:
             return True
         first = next(iter(explicit.values()))
         last_member = next(request for request in reversed(self.running.values()) if request.lockstep_since is not None)
@@ -76,7 +76,7 @@ class LockstepLayer(SchedulerState):
         Until a member finishes, blocks run short, or something comes from outside.
         """
         return (
-            bool(self.lockstep)
+            bool(self._decoding)
             and not self._explicit
             and not self.finished_req_ids
             and not self._preempted_since
@@ -138,7 +138,7 @@ class LockstepLayer(SchedulerState):
         if self._hybrid_growth is not None:
             return self._hybrid_growth.steps_until_shortage(step, limit)
         block_size = self.kv.block_size
-        rounds, free = divmod(self.pool.num_free, len(self.lockstep))
+        rounds, free = divmod(self.pool.num_free, len(self._decoding))
         steps = rounds * block_size
         if steps >= limit:
             return limit
@@ -237,20 +237,25 @@ class LockstepLayer(SchedulerState):
 
     def _grow_quietly(self, members: list[Request]) -> None:
         tables, pool = self.kv.managers[0].tables, self.pool
-        is_shared = self._output_is_shared
+        has_hashed = False
         for request in members:
             table = tables[request.request_id]
-            index = table.num_blocks - 1
-            if table.num_cached == index:
-                if is_shared:
-                    self._blocks_changed()
-                block_id = pool.cache_and_take_one(table.view[index], request.lockstep_keys[index])
-                table.num_cached = index + 1
+            end = table.num_blocks
+            if table.num_cached == end - 1:
+                block_id = pool.cache_and_take_one(table.view[end - 1], request.lockstep_keys[end - 1])
+                table.num_cached = end
+                has_hashed = True
             else:
-                if table.num_cached < index:
+                if table.num_cached < end:
                     self._cache_filled(request, table)
                 block_id = pool.take_one()
-            table.append(block_id)
+            if end < len(table.view):  # as `append` does
+                table.view[end] = block_id
+                table.num_blocks = end + 1
+            else:
+                table.append(block_id)
+        if has_hashed and self._output_is_shared:
+            self._blocks_changed()
 
     def _grow_openly(self, members: list[Request]) -> None:
         """The same, for those who must hear of each block."""

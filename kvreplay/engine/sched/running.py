@@ -15,7 +15,7 @@ class RunningLayer(EndsLayer):
     def _schedule_running(self, out: SchedulerOutput, threshold: int, *, defer_prefills: bool) -> None:
         """Phase 1, in order of admission."""
         lockstep = self.lockstep
-        growing = lockstep.needing_blocks(self.step) if lockstep else []
+        growing = lockstep.needing_blocks(self.step) if self._decoding else []
         if not self._explicit:
             if len(growing) * self._most_taken <= self.pool.num_free:
                 self._grow_all(growing)
@@ -25,7 +25,7 @@ class RunningLayer(EndsLayer):
                     break
             return
         # Whose block is hashed first matters where two may hold the same output.
-        filling = lockstep.filling_blocks(self.step) if lockstep and self._output_is_shared else []
+        filling = lockstep.filling_blocks(self.step) if self._decoding and self._output_is_shared else []
         if growing or filling:
             self._schedule_running_merged(out, growing, filling, threshold, defer_prefills=defer_prefills)
             return

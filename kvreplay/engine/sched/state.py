@@ -151,6 +151,7 @@ class SchedulerState:
             if events is None
             else EventLockstep(events.period, events.residues, config.max_model_len)
         )
+        self._decoding = self.lockstep.members
         self._can_lockstep = (
             use_lockstep
             and (self._is_simple or events is not None)
@@ -199,7 +200,7 @@ class SchedulerState:
 
     def _budget_left(self, out: SchedulerOutput) -> int:
         """Tokens that one more request may get in this step."""
-        used = out.total_num_scheduled_tokens + len(self.lockstep)
+        used = out.total_num_scheduled_tokens + len(self._decoding)
         left = self._token_budget - used
         if not self._num_draft_slots:
             return left
