@@ -91,7 +91,11 @@ class Offload:
         )
 
     def _wake_at(self, time_ns: int) -> None:
-        self._bus.loop.call_at(time_ns, self._on_report)
+        self._bus.loop.call_at(time_ns, self._lookup_timed_out)
+
+    def _lookup_timed_out(self) -> None:
+        self.scheduler.note_lookup_timeout()
+        self._on_report()
 
     def _tiered(self) -> OffloadingManager:
         config = self._config

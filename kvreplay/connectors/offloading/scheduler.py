@@ -105,7 +105,7 @@ class OffloadingScheduler:
     @property
     def lookup_is_pure(self) -> bool:
         """Asking again changes nothing, and while `lookup_version` stays, neither does the answer."""
-        return self.manager.lookup_is_pure and self._now_ns is None and not self.layout.sync_load_budget
+        return self.manager.lookup_is_pure and not self.layout.sync_load_budget
 
     def _note_allocation_failure(self, req_id: str) -> None:
         self.num_allocation_failures += 1
@@ -149,6 +149,10 @@ class OffloadingScheduler:
             if self._wake_at is not None:
                 self._wake_at(now_ns + self._lookup_timeout_ns)
         return 0 if now_ns >= state.deferred_since_ns + self._lookup_timeout_ns else None
+
+    def note_lookup_timeout(self) -> None:
+        """The time has come for which `wake_at` was called: an undecided lookup has an answer now."""
+        self.lookup_version += 1
 
     def _reserve_sync_load(self, state: RequestState, hit: int | None) -> bool:
         """Whether the step waits for this load: what it may bring in so is limited. A token must be left to compute."""
