@@ -1,0 +1,118 @@
+"""Random engines with CPU tiers, random clients and faults: `ideal` breaks no law, and shortcuts change nothing."""
+
+from collections import Counter
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvreplay.events import DETAIL_BLOCKS
+from kvreplay.faults.catalogue import catalogue
+from kvreplay.kv.specs import SLIDING_WINDOW, KVCacheGroupSpec
+from kvreplay.replay.config import ReplayConfig
+from kvreplay.trace.workload import Workload
+from tests.scenarios.offload_stage import STATES, hybrid, offloading
+from tests.scenarios.stage import Play, play, request, workload
+
+FULL = KVCacheGroupSpec(block_size=4, bytes_per_token=1)
+
+
+def window(size: int) -> KVCacheGroupSpec:
+    return KVCacheGroupSpec(kind=SLIDING_WINDOW, block_size=4, sliding_window=size, bytes_per_token=1)
+
+
+LAYOUTS = ((), (FULL, window(8)), (FULL, STATES), (window(8),), (FULL, window(5)), (FULL, window(8), STATES))
+FAULTS = [name for name in catalogue() if name.startswith("offload.")]
+TIER_FAULTS = ["offload.promotion-fail", "offload.tier-store-fail", "offload.tier-slow"]
+SEEDS = range(16)
+
+
+def a_config(rng: Random) -> tuple[ReplayConfig, bool]:
+    """And whether it has a tier behind the CPU's."""
+    layout = rng.choice(LAYOUTS)
+    options: dict[str, Any] = {
+        "cpu_chunks": rng.choice([4, 8, 16, 40, 128]),
+        "offload_prompt_only": rng.random() < 0.6,
+        "eviction_policy": rng.choice(["lru", "arc"]),
+        "store_bytes_per_s": rng.choice([200, 2000, 10**9]),
+        "load_bytes_per_s": rng.choice([200, 2000, 10**9]),
+        "sync_load_budget_bytes": rng.choice([0, 0, 64]),
+        "blocks_per_chunk": rng.choice([1, 1, 2]),
+    }
+    has_tier = rng.random() < 0.3
+    if has_tier:
+        options |= {"spec_name": "TieringOffloadingSpec", "tier_latency": rng.choice([1e-5, 1e-3, 0.02])}
+    if layout and rng.random() < 0.5:
+        return hybrid(*layout, num_gpu_blocks=rng.choice([40, 60]), budget=rng.choice([16, 32]), **options), has_tier
+    return offloading(*layout, num_gpu_blocks=rng.choice([40, 60] if layout else [17, 20, 30]), **options), has_tier
+
+
+def some_clients(rng: Random) -> Workload:
+    requests = []
+    for place in range(rng.randint(3, 12)):
+        letter = rng.choice("ABC")
+        shared = [f"{letter}{index}" for index in range(rng.randint(0, 6))]
+        limit = {rng.choice(["max_load_tokens", "max_offload_tokens"]): rng.randint(0, 30)}
+        params = {"kv_transfer_params": limit} if rng.random() < 0.2 else {}
+        requests.append(
+            request(
+                f"r{place}",
+                rng.randint(0, 1500),
+                prompt_tokens=rng.randint(1, 50),
+                output_tokens=rng.randint(1, 12),
+                text=[*shared, *(f"{place}.{index}" for index in range(20))],
+                **params,
+            )
+        )
+    aborts = [(each.request_id, rng.randint(0, 1600)) for each in requests if rng.random() < 0.15]
+    return workload(*requests, aborts=aborts)
+
+
+def some_faults(rng: Random, *, has_tier: bool) -> list[str]:
+    possible = [name for name in FAULTS if has_tier or name not in TIER_FAULTS]
+    faults = [f"{name}:p={rng.choice([0.1, 0.3, 0.7])}" for name in rng.sample(possible, rng.randint(0, 4))]
+    if rng.random() < 0.4:
+        what = rng.choice(["gpu", "connector", "both", "running", "all"])
+        faults.append(f"cache.reset:at={rng.randint(20, 1500)}ms,what={what}")
+    if rng.random() < 0.3:
+        faults.append("scheduler.preempt:p=0.4")
+    return faults
+
+
+def told(played: Play) -> Counter[str]:
+    """But for what members of lockstep have not, and how often a lookup was asked that changes nothing."""
+    hidden = ("request.scheduled", "block.cached", " lookup ")
+    lines = played.story(detail=DETAIL_BLOCKS)
+    return Counter(line for line in lines if not any(kind in line for kind in hidden))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ideal_is_worth_the_name(seed: int) -> None:
+    rng = Random(seed)
+    config, has_tier = a_config(rng)
+    clients, faults = some_clients(rng), some_faults(rng, has_tier=has_tier)
+    recompute = rng.random() < 0.6
+    quick, plain = (
+        play(
+            config,
+            clients,
+            *faults,
+            behaviour="ideal",
+            recompute=recompute,
+            seed=seed,
+            single_steps=is_plain,
+            use_lockstep=not is_plain,
+        )
+        for is_plain in (False, True)
+    )
+    assert not quick.of("violation", "engine.crashed", "request.stalled")
+    assert told(quick) == told(plain)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_without_faults_0_33_breaks_no_law(seed: int) -> None:
+    """Its hazards need resets, clients' limits, tiers too small, or windows at a request's end."""
+    rng = Random(1000 + seed)
+    config, _ = a_config(rng)
+    played = play(config, some_clients(rng))
+    assert not played.of("violation", "engine.crashed", "request.stalled")
