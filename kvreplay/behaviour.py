@@ -574,9 +574,9 @@ PROFILES: Final[dict[str, Behaviour]] = _profiles()
 DEFAULT_PROFILE: Final = "vllm-0.33"
 
 
-def profile(name: str) -> Behaviour:
-    """The profile of this name. Raises ConfigError naming the nearest known one."""
+def profile(name: str, flag: str = "--profile") -> Behaviour:
+    """The profile of this name. Raises ConfigError naming the flag that gave it, and the nearest known one."""
     behaviour = PROFILES.get(name)
     if behaviour is None:
-        raise ConfigError(f"--profile {name}: unknown profile{nearest(name, PROFILES)}")
+        raise ConfigError(f"{flag} {name}: unknown profile{nearest(name, PROFILES)}")
     return behaviour

@@ -20,6 +20,14 @@ def conformance(
     ] = None,
     *,
     show_all: Annotated[bool, typer.Option("--all", "-v", help="List the vectors that are equal, too.")] = False,
+    check: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PROFILE",
+            help="Also play each scheduler vector with KV contents and checkers on, as this profile behaves, and list "
+            "the laws that it breaks.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Replay recorded decisions of a real engine, and show where ours decides otherwise.
@@ -27,8 +35,9 @@ def conformance(
     A vector is a JSON file with a small workload and, step by step, what the real scheduler did with it. Folders are
     searched through; JSON that is no vector is ignored, a kind of vector that is not modelled is skipped.
 
-    Exits 0 if no vector differs, 2 if one is broken, 3 if one differs.
+    Exits 0 if no vector differs, 2 if one is broken, 3 if one differs. What `--check` finds does not count.
     """
+    from kvreplay.behaviour import profile
     from kvreplay.conformance.suite import Result, default_places, replay_files
     from kvreplay.conformance.vector import find_files
     from kvreplay.errors import ConfigError
@@ -37,11 +46,11 @@ def conformance(
     console = make_console()
     wanted = places or default_places()
     outcomes: list[Outcome] = []
-    for outcome in replay_files(find_files(wanted)):
+    for outcome in replay_files(find_files(wanted), profile(check, "--check") if check is not None else None):
         outcomes.append(outcome)
         if outcome.result is Result.BROKEN:
             print_error(f"{outcome.path}: {outcome.reason}")
-        elif not as_json and (show_all or outcome.result is not Result.EQUAL):
+        elif not as_json and (show_all or outcome.findings or outcome.result is not Result.EQUAL):
             print_outcome(console, outcome)
     if not outcomes:
         raise ConfigError(f"{', '.join(map(str, wanted))}: no vectors found")

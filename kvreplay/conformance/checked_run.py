@@ -7,7 +7,6 @@ is reported as finished, the last moment at which it may.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from kvreplay.behaviour import DEFAULT_PROFILE, Behaviour
 from kvreplay.behaviour import profile as profile_named
 from kvreplay.checkers.conservation import check_conservation, check_drained, snapshot_of
 from kvreplay.checkers.finding import AGREE, CONTENT, FENCE, NO_FATAL, NULL_BLOCK, PROGRESS
+from kvreplay.conformance.finding import VectorFinding
 from kvreplay.conformance.scheduler_vectors import Driver, ScriptedSampler, reason_unsupported
 from kvreplay.conformance.vector import Json, UnsupportedVectorError
 from kvreplay.conformance.workload import Workload, read_workload
@@ -34,17 +34,6 @@ from kvreplay.kv.managers.base import KVGroupManager
 from kvreplay.kv.specs import MAMBA
 
 _GARBAGE = 0xBAD
-
-
-class VectorFinding(NamedTuple):
-    """One breach of one law in one step. Unknown places are None."""
-
-    step: int
-    checker: str
-    detail: str
-    request_id: str | None = None
-    block_id: int | None = None
-    group: int | None = None
 
 
 def check_workload(document: Json, behaviour: Behaviour | None = None) -> list[VectorFinding]:

@@ -1,12 +1,14 @@
 """Replays vectors of any kind, and counts how many come out equal."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Final, Protocol
 
+from kvreplay.behaviour import Behaviour
 from kvreplay.conformance.compare import Difference
+from kvreplay.conformance.finding import VectorFinding
 from kvreplay.conformance.kinds.mooncake import MooncakeVectors
 from kvreplay.conformance.kinds.offload import OffloadVectors
 from kvreplay.conformance.kinds.scheduler import SchedulerVectors
@@ -51,6 +53,8 @@ class Outcome:
     kind: str | None = None
     reason: str | None = None
     differences: Sequence[Difference] = ()
+    findings: Sequence[VectorFinding] = ()
+    """Laws that its workload breaks, where that was asked for."""
 
 
 @dataclass(slots=True)
@@ -67,13 +71,15 @@ class Tally:
         return self.equal + self.differ + self.skipped
 
 
-def replay_files(paths: Iterable[Path]) -> Iterator[Outcome]:
-    """One outcome for each file that is a vector, or may be a broken one."""
+def replay_files(paths: Iterable[Path], check: Behaviour | None = None) -> Iterator[Outcome]:
+    """One outcome for each file that is a vector, or may be a broken one. `check`: also play what can be played with
+    KV buffers and checkers on, by an engine that behaves so."""
     for path in paths:
         try:
             vector = read_vector(path)
             if vector is not None:
-                yield replay_vector(vector)
+                outcome = replay_vector(vector)
+                yield outcome if check is None else replace(outcome, findings=_findings(outcome, vector, check))
         except KvReplayError as error:
             yield Outcome(path, Result.BROKEN, reason=str(error))
 
@@ -92,6 +98,14 @@ def replay_vector(vector: Vector) -> Outcome:
         return Outcome(vector.path, Result.SKIPPED, oracle, kind.name, str(error))
     result = Result.DIFFERS if differences else Result.EQUAL
     return Outcome(vector.path, result, oracle, kind.name, differences=differences)
+
+
+def _findings(outcome: Outcome, vector: Vector, behaviour: Behaviour) -> list[VectorFinding]:
+    if outcome.kind != SchedulerVectors.name or outcome.result is Result.SKIPPED:
+        return []
+    from kvreplay.conformance.checked_run import check_workload
+
+    return check_workload(vector.document["workload"], behaviour)
 
 
 def tallies(outcomes: Iterable[Outcome]) -> list[Tally]:

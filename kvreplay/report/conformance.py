@@ -7,6 +7,7 @@ from typing import Any, Final
 from rich.console import Console
 
 from kvreplay.conformance.compare import Difference
+from kvreplay.conformance.finding import VectorFinding
 from kvreplay.conformance.suite import Outcome, Result, Tally, tallies
 from kvreplay.report.layout import Column, Line, table
 
@@ -30,6 +31,21 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
     )
     if outcome.differences:
         _print_differences(console, outcome.differences)
+    for finding in outcome.findings[:MAX_SHOWN]:
+        console.print(Line(_INDENT + _finding_line(finding), style="red"), soft_wrap=True)
+    if len(outcome.findings) > MAX_SHOWN:
+        console.print(Line(f"{_INDENT}... and {len(outcome.findings) - MAX_SHOWN} more", style="dim"))
+
+
+def _finding_line(finding: VectorFinding) -> str:
+    """`CONTENT  step 6, d, block 7, group 0: read wrong contents from position 16 on`."""
+    places = [f"step {finding.step}", finding.request_id]
+    places += [
+        f"{name} {value}"
+        for name, value in (("block", finding.block_id), ("group", finding.group))
+        if value is not None
+    ]
+    return f"{finding.checker}  {', '.join(place for place in places if place)}: {finding.detail}"
 
 
 def _print_differences(console: Console, differences: Sequence[Difference]) -> None:
@@ -87,4 +103,5 @@ def _outcome_document(outcome: Outcome) -> dict[str, Any]:
         "differences": [
             {"field": each.field, "expected": each.expected, "got": each.got} for each in outcome.differences
         ],
+        "findings": [finding._asdict() for finding in outcome.findings],
     }

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvreplay.behaviour import profile
-from kvreplay.conformance.checked_run import CheckedDriver, VectorFinding, check_workload
+from kvreplay.conformance.checked_run import CheckedDriver, check_workload
+from kvreplay.conformance.finding import VectorFinding
 from kvreplay.conformance.workload import read_workload
 
 FOLDER = Path(__file__).parent / "scheduler"

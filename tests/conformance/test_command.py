@@ -252,6 +252,7 @@ def test_json_says_the_same(command: Command, write: Write) -> None:
                 "reason": None,
                 "step": 3,
                 "differences": [{"field": "after.fq", "expected": [9, 10], "got": [10, 9]}],
+                "findings": [],
             }
         ],
     }
@@ -264,3 +265,28 @@ def test_json_names_what_is_broken(command: Command, tmp_path: Path) -> None:
     assert status == 2
     assert vector["result"] == "broken"
     assert vector["reason"] in err
+
+
+# -- with checkers on ---------------------------------------------------------------------------------------------
+
+
+HAZARD = ROOT / "tests" / "conformance" / "scheduler" / "81_hazard_recompute_hit_before_rewrite.json"
+
+
+def test_laws_that_a_workload_breaks_are_listed_and_do_not_count(command: Command) -> None:
+    status, out, _ = command(HAZARD, "--check", "vllm-0.33")
+    assert status == 0
+    assert "  CONTENT  step 1, c, block 6, group 0: read wrong contents from position 20 on\n" in out
+    assert "CONTENT" not in command(HAZARD, "--check", "ideal")[1]
+
+
+def test_findings_are_in_the_document(command: Command) -> None:
+    (vector,) = json.loads(command(HAZARD, "--check", "vllm-0.33", "--json")[1])["vectors"]
+    assert vector["result"] == "equal"
+    (finding,) = vector["findings"]
+    assert (finding["checker"], finding["request_id"], finding["block_id"]) == ("CONTENT", "c", 6)
+
+
+def test_an_unknown_profile_names_the_flag(command: Command) -> None:
+    status, _, err = command(HAZARD, "--check", "idel")
+    assert (status, err) == (2, "error: --check idel: unknown profile; did you mean 'ideal'?\n")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvreplay.behaviour import profile
-from kvreplay.conformance.checked_run import CheckedDriver, VectorFinding
+from kvreplay.conformance.checked_run import CheckedDriver
+from kvreplay.conformance.finding import VectorFinding
 from kvreplay.conformance.vector import Json
 from kvreplay.conformance.workload import read_workload
 
