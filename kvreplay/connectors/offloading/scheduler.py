@@ -63,6 +63,8 @@ class OffloadingScheduler:
         observer: StepObserver | None = None,
     ) -> None:
         self.layout = layout
+        self.follows_windows = not layout.offload_prompt_only or behaviour.stale_ids == "all"
+        """Else nothing is stored of a request that only decodes, nor forgotten: what leaves its windows is all one."""
         self.manager = manager
         self.behaviour = behaviour
         self.ledger = JobLedger()
@@ -88,6 +90,8 @@ class OffloadingScheduler:
         self._lookup_timeout_ns = lookup_timeout_ns
         self._observer = observer
         self._given_now = Marks()
+        self._unsettled: dict[str, None] = {}
+        """Requests with windows that have more to offer: from blocks that must not have been given away since."""
         self._owes_stores = False
         """The workers have kept stores for the next step."""
 
@@ -100,7 +104,6 @@ class OffloadingScheduler:
         """Blocks given to requests in this step, hits and null blocks included."""
 
     completes_failed_loads = True
-    follows_windows = True
 
     @property
     def lookup_is_pure(self) -> bool:
@@ -127,6 +130,7 @@ class OffloadingScheduler:
         state = self.states[request.request_id]
         state.clear_tables()
         state.rewind()
+        self._unsettled.pop(request.request_id, None)
         if state.jobs and self._defers_readmission:
             return None, False
         state.notice_keys()
@@ -206,6 +210,8 @@ class OffloadingScheduler:
             self._jobs_to_flush |= self.ledger.fenced_by(self._allocated_set())
         store_jobs = {job.job_id: job for job in self._handoffs.build(step, self.states)}
         store_jobs.update(self._build_stores(step))
+        if self.layout.windowed:
+            self._note_settled(step)
         self.lookup_version += bool(store_jobs or self.load_jobs)
         metadata = OffloadingConnectorMetadata(self.load_jobs, store_jobs, self._jobs_to_flush, step.has_forward)
         if self._observer is not None and metadata:
@@ -222,6 +228,13 @@ class OffloadingScheduler:
         is_news = bool(metadata) or self._owes_stores
         self._owes_stores = bool(store_jobs.keys() - metadata.jobs_to_flush)
         return metadata if is_news else None
+
+    def _note_settled(self, step: OffloadStep) -> None:
+        for share in step.requests:
+            if self.stores.is_settled(self.states[share.request_id]):
+                self._unsettled.pop(share.request_id, None)
+            else:
+                self._unsettled[share.request_id] = None
 
     def _update_states(self, step: OffloadStep) -> None:
         lengths_before: dict[str, tuple[int, ...]] = {}
@@ -320,6 +333,7 @@ class OffloadingScheduler:
         state = self.states.get(req_id)
         if state is None:
             return
+        self._unsettled.pop(req_id, None)
         state.finished_signaled = True
         self.manager.on_request_finished(state.context)
         if not state.jobs:
@@ -394,9 +408,9 @@ class OffloadingScheduler:
 
     @property
     def needs_every_step(self) -> bool:
-        """Whether steps may not be skipped: a block that is given out may still be read by a store, or stores wait for
-        the next step."""
-        return bool(self.ledger.fences) or self._owes_stores
+        """Whether steps may not be skipped: a block that is given out may be read by a store, now or later, or stores
+        wait for the next step."""
+        return bool(self.ledger.fences or self._unsettled) or self._owes_stores
 
     def needs_share(self, request_id: str) -> bool:
         """Whether this request must be shown in each of its steps, though it only decodes: it has more to offer."""
@@ -424,8 +438,11 @@ class OffloadingScheduler:
                 del self.states[req_id]
         self.manager.reset_cache()
         self.lookup_version += 1
+        self._unsettled.clear()
         for state in self.states.values():
             state.rewind()
+            if self.layout.windowed:
+                self._unsettled[state.request.request_id] = None
             state.jobs.clear()
             state.partial_tail_boundary = None
         had_jobs = bool(self.ledger.jobs)

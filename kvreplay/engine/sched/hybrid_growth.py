@@ -52,7 +52,7 @@ class HybridGrowth:
         if new_blocks is None:
             return False
         scheduler._note_allocated(request, new_blocks)
-        if scheduler.connector is not None:
+        if scheduler.connector is not None and scheduler._must_step:
             for block_ids in new_blocks:
                 scheduler.connector.note_allocated(block_ids.tolist())
         scheduler._cache_computed(request, num_computed + 1)
