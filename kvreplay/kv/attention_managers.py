@@ -254,9 +254,12 @@ class UniformAttentionCacheManager(KVCacheManager):
         self.pool.cache(block_ids, manager.pool_keys(block_keys))
         return block_ids
 
-    def must_flush(self, request_id: str, num_computed: int) -> bool:
-        """What windows leave behind of generated tokens has no hash: nobody will read it."""
-        return False
+    def must_flush(self, request_id: str, num_computed: int, *, loads: bool) -> bool:
+        """What windows leave behind of generated tokens has no hash: nobody will read it, but where a load into that
+        block falls short and leaves it there."""
+        return loads and any(
+            num_computed > reach and not (num_computed - reach) % self.block_size for reach, _ in self._tables_by_reach
+        )
 
     def decode_step(self, request: Hashable, keys: Keys, num_computed: int) -> bool:
         pool, size, request_id = self.pool, self.block_size, request.request_id

@@ -406,8 +406,11 @@ class KVCacheManager:
         self.cache_blocks(request, keys, num_computed + 1)
         return True
 
-    def must_flush(self, request_id: str, num_computed: int) -> bool:
-        """Whether that step gives back blocks that somebody may hit, or goes on from a state, which is then needed."""
+    def must_flush(self, request_id: str, num_computed: int, *, loads: bool) -> bool:
+        """Whether that step gives back blocks that somebody may hit, or goes on from a state, which is then needed.
+
+        `loads`: a connector may write into blocks that were given back, and may fall short.
+        """
         return True
 
     # -- steps ------------------------------------------------------------------------------------------------

@@ -34,7 +34,9 @@ class HybridGrowth:
         kv = scheduler.kv
         self._lockstep.settle(request, scheduler.step)
         num_computed = request.num_computed_tokens
-        if scheduler.on_member_grows is not None and kv.must_flush(request.request_id, num_computed):
+        if scheduler.on_member_grows is not None and kv.must_flush(
+            request.request_id, num_computed, loads=scheduler.connector is not None
+        ):
             scheduler.on_member_grows(request)
         if scheduler.log.wants_blocks or scheduler._must_step:
             return self._grow_openly(request, num_computed)
