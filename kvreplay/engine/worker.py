@@ -171,6 +171,11 @@ class WorkerModel:
         """Look at what the token at `end` attends to of [start, end). Returns whether something is wrong."""
         if self._hits_output(request, end):
             self._flush_members()
+        return self._compare(request, start, end, groups, num_hit_tokens=num_hit_tokens)
+
+    def _compare(
+        self, request: Request, start: int, end: int, groups: Sequence[int], *, num_hit_tokens: int = 0
+    ) -> bool:
         tables = self.scheduler.kv.block_arrays(request.request_id)
         is_right = True
         for group in groups:
@@ -242,13 +247,13 @@ class WorkerModel:
             self._write(request, request.written_until, request.num_computed_tokens, is_late=True)
             request.clean_until = request.num_computed_tokens
 
-    def _flush_members(self) -> None:
-        """Make visible what decoding requests have computed up to and with the step in progress."""
+    def _flush_members(self, *, in_step: bool = True) -> None:
+        """Make visible what decoding requests have computed up to the step in progress, and (`in_step`) with it."""
         scheduler = self.scheduler
         for request in scheduler.lockstep:
             since = request.lockstep_since
             assert since is not None
-            upto = request.num_computed_tokens + scheduler.step - since + 1
+            upto = request.num_computed_tokens + scheduler.step - since + in_step
             if request.written_until < upto:
                 self._write(request, request.written_until, upto, is_late=True)
                 request.clean_until = upto
@@ -345,7 +350,9 @@ class WorkerModel:
         shares = {share.request.request_id: share for share in out.shares}
         rewritten = np.array(sorted(self._rewritten), np.int64)
         self._rewritten.clear()
-        self._flush_members()
+        # Not with this step: it goes on from the state that it then overwrites.
+        self._flush_members(in_step=False)
+        to_check: list[tuple[Request, int]] = []
         for request in list(self.scheduler.running.values()):
             share = shares.get(request.request_id)
             if share is not None and share.admitted:
@@ -359,14 +366,12 @@ class WorkerModel:
             holds = self.every_read or any(
                 np.isin(table, rewritten).any() for table in self.scheduler.kv.block_arrays(request.request_id)
             )
-            if not holds or request.status is not RequestStatus.RUNNING or not end:
-                continue
-            before = request.taint
-            if not before:
-                self._verify(request, 0, end, self._token_groups)
-                # A member has put this step's state in the place of the last.
-                self._verify(request, 0, end if request.lockstep_since is None else written, self._state_groups)
-            if request.taint and not before and request.lockstep_since is not None:
+            if holds and request.status is RequestStatus.RUNNING and end and not request.taint:
+                to_check.append((request, end))
+        for request, end in to_check:
+            self._compare(request, 0, end, self._state_groups)
+            self._compare(request, 0, end, self._token_groups)
+            if request.taint and request.lockstep_since is not None:
                 # It writes wrong words from this step on: let it do so openly.
                 self.scheduler.materialise_member(request, out)
 
