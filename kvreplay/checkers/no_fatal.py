@@ -7,6 +7,9 @@ import polars as pl
 from kvreplay.checkers.finding import NO_FATAL, Finding
 from kvreplay.checkers.frames import client_ends, rows_of
 from kvreplay.events import DETAIL_RUN
+from kvreplay.faults.catalogue import catalogue
+from kvreplay.faults.registry import VERBS
+from kvreplay.faults.verb import ActionVerb
 
 DETAIL: Final = DETAIL_RUN
 
@@ -30,12 +33,13 @@ def check_no_fatal(frame: pl.DataFrame) -> list[Finding]:
 def unfaulted_failures(frame: pl.DataFrame) -> pl.DataFrame:
     """The ends (as `client_ends`) of requests that failed though no fault named them.
 
-    Left out: those served or fed by an instance whose engine died, or on which a fault acted that names no request
-    (a crash of the whole instance). Where such a fault does not say where it acted, it may explain any failure.
+    Left out: those served or fed by an instance whose engine died, or on which a fault acted as a whole: it names no
+    request, or, as a crash does, only those that were there at that moment. Where a fault that names no request does
+    not say where it acted, it may explain any failure.
     """
-    faults = rows_of(frame, ["fault.injected"], "instance", "request_id").collect()
+    faults = rows_of(frame, ["fault.injected"], "instance", "request_id", "status").collect()
     crashed = rows_of(frame, ["engine.crashed"], "instance").collect()["instance"]
-    acted_on = faults.filter(pl.col("request_id").is_null())["instance"]
+    acted_on = faults.filter(pl.col("request_id").is_null() | pl.col("status").is_in(_of_whole_instances()))["instance"]
     excused = pl.concat([crashed, acted_on]).to_list()
     named = faults["request_id"].drop_nulls().unique().to_list()
     victims = client_ends(frame).filter(
@@ -45,6 +49,12 @@ def unfaulted_failures(frame: pl.DataFrame) -> pl.DataFrame:
         ~pl.col("producer").is_in(excused).fill_null(value=False),
     )
     return victims.collect().clear() if acted_on.null_count() else victims.collect()
+
+
+def _of_whole_instances() -> list[str]:
+    """Names of the faults that do something to an instance, not to single requests."""
+    verbs = {name: VERBS[row.verb] for name, row in catalogue().items()}
+    return [name for name, verb in verbs.items() if isinstance(verb, ActionVerb) and not verb.acts_on_requests]
 
 
 def _check_engines(frame: pl.DataFrame) -> list[Finding]:

@@ -45,6 +45,8 @@ from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelop
 _KV_ROLE: Final[Mapping[Role, str]] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _PREFIX: Final[Mapping[Role, str]] = {"prefill": "P", "decode": "D", "engine": "E"}
 
+_GAUGES: Final = ("cpu_chunks", "num_cpu_chunks")
+
 
 def instance_names(config: ReplayConfig) -> dict[str, Role]:
     """Instance → role, in the order of the report: P0, P1, ..., D0, ... or E0, ..."""
@@ -103,6 +105,7 @@ class Node:
         self._rank = rank
         self._around = surroundings
         self._counters = Counters()
+        self._earlier_usage: dict[str, int] = {}
         self.instance: Instance
         self.worker: EngineWorkers | None = None
         self.offload: Offload | SimpleCpu | None = None
@@ -188,7 +191,9 @@ class Node:
         self.instance.on_death = self._silence
         offload, accounts = self.offload, scheduler.accounts
         if offload is not None and accounts is not None:
-            self.instance.more_usage = lambda: {"hit_tokens": accounts.num_hit_tokens, **offload.usage()}
+            self.instance.more_usage = lambda: self._with_earlier(
+                {"hit_tokens": accounts.num_hit_tokens, **offload.usage()}
+            )
         death = around.death_at_start(self.name)
         if death is None:
             around.bus.listen(self.api_address, self._receive)
@@ -316,6 +321,7 @@ class Node:
         if self.worker is not None:
             self.worker.shutdown()
         if self.offload is not None:
+            self.instance.sample_usage()  # what it had counted ends with it
             self.offload.close()
 
     def crash(self, command: Command) -> bool:
@@ -332,8 +338,17 @@ class Node:
             return False
         self.incarnation += 1
         self._counters.preemptions += self.instance.scheduler.num_preemptions
+        if self.instance.more_usage is not None:
+            self._earlier_usage = self.instance.more_usage()
         self._start()
         return True
+
+    def _with_earlier(self, usage: dict[str, int]) -> dict[str, int]:
+        """Counters go on from those of the process before; what is in use does not."""
+        return {
+            name: value if name in _GAUGES else value + self._earlier_usage.get(name, 0)
+            for name, value in usage.items()
+        }
 
     def command(self, command: Command) -> bool:
         """Carry out an action fault. False if there was nothing to act on."""

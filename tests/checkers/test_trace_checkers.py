@@ -49,8 +49,8 @@ def stalled(request_id: str, time_ns: int) -> Event:
     return Event("request.stalled", time_ns, "D0", request_id=request_id, num_tokens=0, num_blocks=2, cause="a reply")
 
 
-def fault(request_id: str | None, time_ns: int, instance: str | None = "D0") -> Event:
-    return Event("fault.injected", time_ns, instance, request_id=request_id, status="timeout", cause="timeout")
+def fault(request_id: str | None, time_ns: int, instance: str | None = "D0", name: str = "timeout") -> Event:
+    return Event("fault.injected", time_ns, instance, request_id=request_id, status=name, cause=name)
 
 
 def pair(request_id: str) -> list[Event]:
@@ -149,6 +149,11 @@ def test_a_bystander_may_not(frame_of: FrameOf) -> None:
 @pytest.mark.parametrize("acted_on", ["D0", "P0", None])
 def test_a_fault_on_a_whole_instance_excuses_what_it_served_or_fed(frame_of: FrameOf, acted_on: str | None) -> None:
     frame = frame_of(arrived("r1"), routed("r1"), fault(None, 3, acted_on), failed("r1", 4))
+    assert not check_no_fatal(frame)
+
+
+def test_a_crash_excuses_who_comes_later_too_whomever_it_names(frame_of: FrameOf) -> None:
+    frame = frame_of(arrived("r1"), routed("r1"), fault("r2", 3, "D0", "peer-crash"), failed("r1", 4))
     assert not check_no_fatal(frame)
 
 

@@ -228,3 +228,12 @@ def _told(played: Play) -> Counter[str]:
     """But for shares, which members of lockstep have not, and for when they hash what they fill."""
     hidden = ("request.scheduled", "block.cached")
     return Counter(line for line in played.story(detail=DETAIL_BLOCKS) if not any(kind in line for kind in hidden))
+
+
+def test_what_a_tier_has_done_is_not_forgotten_with_the_engine(tmp_path: Path) -> None:
+    """It dies when all is done, and is built anew when faults are healed."""
+    alive = judge(tmp_path, offloading(), there_and_back())
+    dead = judge(tmp_path, offloading(), there_and_back(), "peer-crash:at=600ms")
+    assert alive.tiers is not None
+    assert alive.tiers.stored.bytes > 0
+    assert dead.tiers == alive.tiers
