@@ -5,7 +5,7 @@ import sys
 from collections.abc import Collection, Mapping
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -71,11 +71,21 @@ def paragraphs(text: str) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
+_LEAST_WIDTH: Final = 20
+_UNKNOWN_WIDTH: Final = 80
+
+
 def make_console(*, stderr: bool = False) -> "Console":
-    """A console with colours as NO_COLOR and the terminal say, and the width that COLUMNS or the terminal gives."""
+    """A console with colours as NO_COLOR and the terminal say, and the width that COLUMNS or the terminal gives.
+
+    Terminals that do not know their size say 0, which is no width to print in.
+    """
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False)
+    console = Console(stderr=stderr, highlight=False)
+    if console.width < _LEAST_WIDTH:
+        console.width = _UNKNOWN_WIDTH
+    return console
 
 
 def print_json(document: Mapping[str, Any]) -> None:

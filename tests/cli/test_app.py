@@ -196,3 +196,7 @@ def test_profiles_as_json_are_one_object() -> None:
     assert document["profiles"]["pre-50984"]["mooncake_failure"] == "silent"
     assert set(document["switches"]) == set(document["profiles"]["ideal"])
     assert set(document["switches"]["pull_wait"]) == {"models", "values"}
+
+
+def test_a_terminal_of_unknown_size_is_as_wide_as_most() -> None:
+    assert kvreplay("profiles", env={"COLUMNS": "0"}).stdout == kvreplay("profiles", env={"COLUMNS": "80"}).stdout
