@@ -348,7 +348,7 @@ class WorkerModel:
     def _recheck(self, out: SchedulerOutput) -> None:
         """Verify again what running requests hold of the blocks that others have written, or, in tests, everything."""
         shares = {share.request.request_id: share for share in out.shares}
-        rewritten = np.array(sorted(self._rewritten), np.int64)
+        is_rewritten = self.scheduler.pool.membership(np.array(list(self._rewritten), np.int64))
         self._rewritten.clear()
         # Not with this step: it goes on from the state that it then overwrites.
         self._flush_members(in_step=False)
@@ -357,14 +357,13 @@ class WorkerModel:
             share = shares.get(request.request_id)
             if share is not None and share.admitted:
                 continue
-            if request.lockstep_since is None:
-                end = share.start if share is not None else request.num_computed_tokens
+            if request.lockstep_since is not None:
+                computed = request.num_computed_tokens + self.scheduler.step - request.lockstep_since
+                end = min(computed, request.written_until)
             else:
-                end = request.num_computed_tokens + self.scheduler.step - request.lockstep_since
-            written = request.written_until
-            end = min(end, written if request.lockstep_since is not None else end)
+                end = share.start if share is not None else request.num_computed_tokens
             holds = self.every_read or any(
-                np.isin(table, rewritten).any() for table in self.scheduler.kv.block_arrays(request.request_id)
+                is_rewritten[table].any() for table in self.scheduler.kv.block_arrays(request.request_id)
             )
             if holds and request.status is RequestStatus.RUNNING and end and not request.taint:
                 to_check.append((request, end))
