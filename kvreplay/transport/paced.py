@@ -1,7 +1,8 @@
-"""An event loop in paced real time, beside sockets and pipes: `scale` virtual seconds pass in a real one.
+"""An event loop beside sockets and pipes, and the pace at which its virtual time goes on.
 
-The only place, with the processes' supervisor, where the wall clock is read. Timers run at their own virtual instant,
-however late the process is; what comes from outside arrives at the clock's, once every earlier timer has run.
+Time goes as far as it is granted, and nobody grants more while a message is on its way (`transport.traffic`): timers
+run at their own instant, and what comes from outside arrives at that of the grant, however slow the machine is.
+The wall clock is read here, by the processes' supervisor, and by what hangs up on strangers; nowhere else.
 """
 
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from time import monotonic
 from typing import Any, Final, TypeAlias
 
 from kvreplay.ids import NS_PER_S
-from kvreplay.sim.event_loop import FOREVER_NS, Action, EventLoop
+from kvreplay.sim.event_loop import Action, EventLoop
 
 Source: TypeAlias = Any
 """A ZeroMQ socket, a file descriptor, or what has a `fileno`."""
@@ -18,44 +19,47 @@ _MAX_STEPS: Final = 2000
 """Actions between two looks at the sockets."""
 
 
-class PacedLoop:
-    """Drives an `EventLoop`. Every process of a run has one, and all have the same start."""
+class Pace:
+    """`scale` virtual seconds pass in a real one, at least: what is late does not wait."""
 
-    def __init__(self, loop: EventLoop, scale: float) -> None:
+    def __init__(self, scale: float) -> None:
+        assert scale > 0
+        self._scale = scale
+        self._start_s = monotonic()
+
+    def seconds_until(self, time_ns: int) -> float:
+        """Real seconds until that virtual instant; none if it has passed."""
+        return max(0.0, self._start_s + time_ns / (self._scale * NS_PER_S) - monotonic())
+
+
+class PacedLoop:
+    """Drives an `EventLoop` as far as it is granted, and the sockets beside it."""
+
+    def __init__(self, loop: EventLoop) -> None:
         # Imported where sockets live: a run in virtual time needs none.
         import zmq
 
-        assert scale > 0
         self.loop = loop
-        self.scale = scale
-        self.num_arrived = 0
-        """What has come from outside so far."""
+        self.clock_ns = 0
+        """Virtual time up to which timers run, and at which what comes from outside arrives."""
         self._marked_s = monotonic()
-        self._start_s: float | None = None
         self._poller = zmq.Poller()
         self._in, self._out = int(zmq.POLLIN), int(zmq.POLLOUT)
         self._handlers: dict[Source, Callable[[], None]] = {}
         self._writers: dict[Source, Callable[[], None]] = {}
 
-    def start(self, start_s: float) -> None:
-        """Virtual time is 0 at this reading of `monotonic`, which all processes of a machine share."""
-        self._start_s = start_s
+    def grant(self, time_ns: int) -> None:
+        """Let timers run up to this instant."""
+        self.clock_ns = max(self.clock_ns, time_ns)
 
     @property
-    def clock_ns(self) -> int:
-        """Virtual time by the clock; 0 before the start."""
-        if self._start_s is None:
-            return 0
-        return max(0, round((monotonic() - self._start_s) * self.scale * NS_PER_S))
-
-    def seconds_until(self, time_ns: int) -> float:
-        """Real seconds until that virtual instant."""
-        return (time_ns - self.clock_ns) / (self.scale * NS_PER_S)
+    def is_due(self) -> bool:
+        """There is something to run before anything else can come."""
+        return self.loop.peek_ns() <= self.clock_ns
 
     def arrive(self, action: Action) -> None:
         """Something has come from outside: `action` takes it, as the next thing that happens at this instant."""
         loop = self.loop
-        self.num_arrived += 1
         loop.call_at(max(loop.now_ns, self.clock_ns), action)
 
     def has_passed(self, seconds: float) -> bool:
@@ -94,30 +98,24 @@ class PacedLoop:
 
     # -- running ------------------------------------------------------------------------------------------
 
+    def run_due(self) -> None:
+        """Run what is due, but look at the sockets now and then (`is_due`: there is more)."""
+        loop, clock_ns = self.loop, self.clock_ns
+        for _ in range(_MAX_STEPS):
+            if loop.peek_ns() > clock_ns:
+                return
+            loop.step()
+
     def turn(self, max_wait_s: float) -> None:
-        """Run what is due, then wait for sockets or the next timer, but no longer than that."""
-        is_behind = self._run_due()
-        wait_s = max_wait_s
-        if is_behind:
-            wait_s = 0.0
-        elif (next_ns := self.loop.peek_ns()) < FOREVER_NS and self._start_s is not None:
-            wait_s = min(wait_s, max(0.0, self.seconds_until(next_ns)))
-        self.listen(wait_s)
+        """Run what is due, then take what has come, waiting for it no longer than that."""
+        self.run_due()
+        self.listen(0.0 if self.is_due else max_wait_s)
 
     def listen(self, wait_s: float) -> None:
         """Take what has come to the sockets; wait for it so long. Timers wait."""
-        # Rounded up to whole ms: a timer that is late keeps its own instant.
+        # Rounded up to whole ms: a little late is no harm.
         for source, events in self._poller.poll(int(wait_s * 1000) + (wait_s > 0)):
             if events & ~self._out and (handler := self._handlers.get(source)) is not None:
                 handler()
             if events & self._out and (writer := self._writers.get(source)) is not None:
                 writer()
-
-    def _run_due(self) -> bool:
-        """Whether there is more."""
-        loop, clock_ns = self.loop, self.clock_ns
-        for _ in range(_MAX_STEPS):
-            if loop.peek_ns() > clock_ns:
-                return False
-            loop.step()
-        return True

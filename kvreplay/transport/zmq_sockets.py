@@ -31,11 +31,11 @@ class ZmqSockets:
     def __len__(self) -> int:
         return len(self._open)
 
-    def router(self, max_bytes: int, on_frames: Callable[[Socket, list[bytes]], None]) -> tuple[Socket, str]:
+    def router(self, max_bytes: int, on_frames: OnFrames) -> tuple[Socket, str]:
         """Bound to a free port; and its endpoint. The first frame that comes is the sender's identity."""
         router = self._make(self._zmq.ROUTER, max_bytes)
         port = router.bind_to_random_port(f"tcp://{LOOPBACK}")
-        self._watch(router, lambda frames: on_frames(router, frames))
+        self._watch(router, on_frames)
         return router, f"tcp://{LOOPBACK}:{port}"
 
     def dealer(self, endpoint: str, identity: str, max_bytes: int, on_frames: OnFrames) -> Socket:

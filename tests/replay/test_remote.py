@@ -48,7 +48,7 @@ def outcome(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def both(*arguments: str, scale: int = 40) -> tuple[dict[str, Any], dict[str, Any]]:
+def both(*arguments: str, scale: int = 1000) -> tuple[dict[str, Any], dict[str, Any]]:
     virtual = run(*arguments, *QUICK)
     real = run(*arguments, *QUICK, "--transport", "zmq", "--time-scale", str(scale))
     return outcome(virtual), outcome(real)
@@ -78,9 +78,8 @@ def test_a_run_ends_as_in_virtual_time(arguments: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", rows())
 def test_every_canned_trace_has_the_same_verdict_on_both(arguments: str) -> None:
-    virtual, real = both(*shlex.split(arguments), scale=10)
-    assert (real["verdict"], real["crashes"]) == (virtual["verdict"], virtual["crashes"])
-    assert real["requests"]["total"] == virtual["requests"]["total"]
+    virtual, real = both(*shlex.split(arguments))
+    assert real == virtual
 
 
 @pytest.mark.slow
@@ -94,7 +93,7 @@ def test_conversations_of_all_instances_are_counted_together() -> None:
 @pytest.mark.slow
 def test_instances_of_several_ranks() -> None:
     arguments = "decode-stall --config mooncake-4p4d-tp4-tp2 --inject mooncake.peer-one-of-k:order=first --limit 4"
-    virtual, real = both(*shlex.split(arguments), scale=10)
+    virtual, real = both(*shlex.split(arguments))
     assert real == virtual
     assert real["requests"]["failed"] == 4
 

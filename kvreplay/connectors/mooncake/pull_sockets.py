@@ -15,6 +15,7 @@ from kvreplay.connectors.mooncake.structs import (
 )
 from kvreplay.sim.bus import owner_of
 from kvreplay.sim.envelope import PULL_REPLY, PULL_REQUEST, Envelope
+from kvreplay.transport.traffic import Connection, Traffic
 from kvreplay.transport.zmq_sockets import Socket, ZmqSockets
 
 MAX_PULL_BYTES: Final = 1 << 24
@@ -26,7 +27,7 @@ class _Pull:
     """A pull that this process has asked for, and its socket."""
 
     socket: Socket
-    identity: str
+    connection: Connection
     asked: Envelope
     owed: dict[str, str]
     """Requests that no reply has named → their transfers."""
@@ -40,6 +41,7 @@ class PullSockets:
         self,
         instance: str,
         sockets: ZmqSockets,
+        traffic: Traffic,
         *,
         arrived: Callable[[Envelope], None],
         is_open: Callable[[str, str, int], bool],
@@ -47,6 +49,7 @@ class PullSockets:
     ) -> None:
         self._instance = instance
         self._sockets = sockets
+        self._traffic = traffic
         self._arrived = arrived
         self._is_open = is_open
         self._malformed = malformed
@@ -64,10 +67,11 @@ class PullSockets:
             pull.asked = envelope
             pull.num_replies = 0
             pull.owed = dict(zip(envelope.request_ids, envelope.transfer_ids, strict=True))
-            self._past[pull.identity] = envelope
+            self._past[pull.connection.identity] = envelope
             payload = envelope.payload
             frames = [payload if isinstance(payload, bytes) else encode(payload)]
-        self._sockets.send(pull.socket, frames)
+        if self._sockets.send(pull.socket, frames):
+            self._traffic.sent(pull.connection)
 
     def asked_as(self, identity: str) -> Envelope | None:
         """The pull of the socket that a producer knows by this name."""
@@ -98,18 +102,22 @@ class PullSockets:
         dealer = self._sockets.dealer(
             endpoint, identity, MAX_PULL_BYTES, lambda frames: self._on_reply(conversation, frames)
         )
-        pull = self._pulls[conversation] = _Pull(dealer, identity, envelope, {})
+        pull = self._pulls[conversation] = _Pull(dealer, Connection(endpoint, identity), envelope, {})
+        self._traffic.opened(pull.connection)
         while len(self._past) > _MAX_PAST:
             self._past.popitem(last=False)
         return pull
 
     def _forget(self, conversation: str) -> None:
-        self._sockets.close(self._pulls.pop(conversation).socket)
+        pull = self._pulls.pop(conversation)
+        self._sockets.close(pull.socket)
+        self._traffic.closed(pull.connection)
 
     def _on_reply(self, conversation: str, frames: list[bytes]) -> None:
         pull = self._pulls.get(conversation)
         if pull is None:
             return
+        self._traffic.taken(pull.connection, is_answer=True)
         if len(frames) != 1:
             self._malformed["reply"] += 1
             return

@@ -46,6 +46,7 @@ from kvreplay.sim.envelope import (
 )
 from kvreplay.transport.http import Exchange, HttpCall, HttpServer
 from kvreplay.transport.paced import PacedLoop
+from kvreplay.transport.traffic import Connection, Traffic
 from kvreplay.transport.zmq_sockets import Socket, ZmqSockets
 
 _HTTP: Final = "http/"
@@ -76,11 +77,13 @@ class SocketBus(Bus):
         self.name = name
         self.malformed: Counter[str] = Counter()
         """What came in and was nothing that a peer sends, by kind."""
+        self.traffic = Traffic()
         self._paced = paced
         self._sockets = ZmqSockets(paced)
         self._pulls = PullSockets(
             name,
             self._sockets,
+            self.traffic,
             arrived=lambda reply: paced.arrive(lambda: self._through_faults(reply)),
             is_open=is_open,
             malformed=self.malformed,
@@ -94,11 +97,14 @@ class SocketBus(Bus):
         self._servers: dict[str, HttpServer] = {}
         self._asked: OrderedDict[str, str] = OrderedDict()
         """Pulls that others wait for here → the address at which they came in."""
-        self._engines: dict[str, Socket] = {}
-        self._writers: OrderedDict[str, tuple[Socket, bytes]] = OrderedDict()
+        self._engines: dict[str, tuple[Socket, Connection]] = {}
+        """Memory → the socket to it."""
+        self._writers: OrderedDict[str, tuple[str, bytes]] = OrderedDict()
+        """Who has written here → the memory's address, and the name of the writer's socket."""
         self._exchanges: OrderedDict[str, Exchange] = OrderedDict()
         self._num_exchanges = 0
-        self._calls: dict[str, HttpCall] = {}
+        self._num_calls = 0
+        self._calls: dict[str, tuple[HttpCall, Connection]] = {}
 
     # -- where who listens --------------------------------------------------------------------------------
 
@@ -119,7 +125,9 @@ class SocketBus(Bus):
 
     def silence(self, address: str) -> None:
         super().silence(address)
-        self._endpoints.pop(address, None)
+        endpoint = self._endpoints.pop(address, None)
+        if endpoint is not None:
+            self.traffic.gone(endpoint)
         router = self._routers.pop(address, None)
         if router is not None:
             self._sockets.close(router)
@@ -128,9 +136,9 @@ class SocketBus(Bus):
             server.close()
         self._pulls.drop(address)
 
-    def _bind(self, address: str, max_bytes: int, on_frames: Callable[[str, Socket, list[bytes]], None]) -> None:
+    def _bind(self, address: str, max_bytes: int, on_frames: Callable[[str, list[bytes]], None]) -> None:
         self._routers[address], self._endpoints[address] = self._sockets.router(
-            max_bytes, lambda router, frames: on_frames(address, router, frames)
+            max_bytes, lambda frames: on_frames(address, frames)
         )
 
     def update_directory(self, endpoints: Mapping[str, str], gone: str | None = None) -> None:
@@ -138,9 +146,10 @@ class SocketBus(Bus):
         if gone is not None:
             for address in [address for address in self._directory if owner_of(address) == gone]:
                 del self._directory[address]
-                engine = self._engines.pop(address, None)
-                if engine is not None:
+                if address in self._engines:
+                    engine, connection = self._engines.pop(address)
                     self._sockets.close(engine)
+                    self.traffic.closed(connection)
             if self._tells_of_gone_peers:
                 self._tell_of(gone)
         for address, endpoint in endpoints.items():
@@ -236,9 +245,10 @@ class SocketBus(Bus):
 
     # -- pulls, where they are served ---------------------------------------------------------------------
 
-    def _on_pull(self, address: str, router: Socket, frames: list[bytes]) -> None:
+    def _on_pull(self, address: str, frames: list[bytes]) -> None:
         identity, *rest = frames
         conversation = identity.decode("latin-1")
+        self.traffic.taken(Connection(self._endpoints[address], conversation))
         if len(self._asked) >= _MAX_OPEN and conversation not in self._asked:
             self.malformed["pull too many"] += 1
             return
@@ -268,7 +278,8 @@ class SocketBus(Bus):
         if not isinstance(payload, bytes) and payload.status is not MooncakeXferResponseStatus.CONTINUE:
             self._asked.pop(envelope.conversation, None)
         frame = payload if isinstance(payload, bytes) else encode(payload)
-        self._sockets.send(router, [envelope.conversation.encode("latin-1"), frame])
+        if self._sockets.send(router, [envelope.conversation.encode("latin-1"), frame]):
+            self.traffic.sent(Connection(self._endpoints[envelope.source], envelope.conversation), is_answer=True)
         return True
 
     # -- writes -------------------------------------------------------------------------------------------
@@ -277,15 +288,23 @@ class SocketBus(Bus):
         frames = encode_write(envelope)
         if frames is None:
             return True  # nothing is sent, and so nothing ends before its deadline
-        engine = self._engines.get(envelope.destination)
-        if engine is None:
-            engine = self._engines[envelope.destination] = self._sockets.dealer(
-                endpoint, f"{self.name}!engine", _MAX_WRITE_BYTES, self._on_done
+        known = self._engines.get(envelope.destination)
+        if known is None:
+            connection = Connection(endpoint, f"{self.name}!engine")
+            engine = self._sockets.dealer(
+                endpoint, connection.identity, _MAX_WRITE_BYTES, lambda frames: self._on_done(connection, frames)
             )
-        return self._sockets.send(engine, frames)
+            known = self._engines[envelope.destination] = engine, connection
+            self.traffic.opened(connection)
+        engine, connection = known
+        is_sent = self._sockets.send(engine, frames)
+        if is_sent:
+            self.traffic.sent(connection)
+        return is_sent
 
-    def _on_write(self, address: str, router: Socket, frames: list[bytes]) -> None:
+    def _on_write(self, address: str, frames: list[bytes]) -> None:
         identity, *rest = frames
+        self.traffic.taken(Connection(self._endpoints[address], identity.decode("latin-1")))
         target = self._find_target(address)
         try:
             header, received = decode_write(rest, target)
@@ -300,19 +319,22 @@ class SocketBus(Bus):
             received.conversation = f"{asked.conversation}/{header.conversation.rpartition('/')[2]}"
             received.attempt = asked.attempt
             received.peer_index, received.num_peers = asked.peer_index, asked.num_peers
-        self._writers[header.source] = (router, identity)
+        self._writers[header.source] = (address, identity)
         while len(self._writers) > _MAX_KNOWN:
             self._writers.popitem(last=False)
         self._paced.arrive(lambda: self._through_faults(received))
 
     def _send_done(self, envelope: Envelope) -> bool:
-        router, identity = self._writers.get(envelope.destination, (None, b""))
-        if router is None or router.closed:
+        address, identity = self._writers.get(envelope.destination, ("", b""))
+        router = self._routers.get(address)
+        if router is None:
             return False
-        self._sockets.send(router, [identity, encode_done(envelope.payload, envelope.destination)])
+        if self._sockets.send(router, [identity, encode_done(envelope.payload, envelope.destination)]):
+            self.traffic.sent(Connection(self._endpoints[address], identity.decode("latin-1")), is_answer=True)
         return True
 
-    def _on_done(self, frames: list[bytes]) -> None:
+    def _on_done(self, connection: Connection, frames: list[bytes]) -> None:
+        self.traffic.taken(connection, is_answer=True)
         try:
             address, done = decode_done(frames)
         except FrameError:
@@ -349,12 +371,12 @@ class SocketBus(Bus):
 
     def _call_bootstrap(self, envelope: Envelope, endpoint: str) -> None:
         conversation = envelope.conversation
-        earlier = self._calls.pop(conversation, None)
-        if earlier is not None:
-            earlier.cancel()
+        self._hang_up(conversation)
+        self._num_calls += 1
+        connection = Connection(endpoint, f"{self.name}!http{self._num_calls}")
 
         def on_answer(status: int, body: bytes, error: str | None) -> None:
-            self._calls.pop(conversation, None)
+            self._hang_up(conversation)
             answer = replace(
                 envelope,
                 kind=BOOTSTRAP_ANSWER,
@@ -364,7 +386,18 @@ class SocketBus(Bus):
             )
             self._paced.arrive(lambda: self._through_faults(answer))
 
-        self._calls[conversation] = HttpCall(self._paced, endpoint, envelope.payload.path, on_answer)
+        # Under way until it is answered: a server here answers at once.
+        self.traffic.opened(connection)
+        self.traffic.sent(connection)
+        call = HttpCall(self._paced, endpoint, envelope.payload.path, on_answer)
+        self._calls[conversation] = call, connection
+
+    def _hang_up(self, conversation: str) -> None:
+        """The call is over, or another one takes its place."""
+        if conversation in self._calls:
+            call, connection = self._calls.pop(conversation)
+            call.cancel()
+            self.traffic.closed(connection)
 
     # -- all ----------------------------------------------------------------------------------------------
 
@@ -375,7 +408,7 @@ class SocketBus(Bus):
         """Give back every socket."""
         for server in self._servers.values():
             server.close()
-        for call in self._calls.values():
+        for call, _ in self._calls.values():
             call.cancel()
         self._sockets.close_all()
 

@@ -93,7 +93,7 @@ class InstanceProcess:
         self._ends = Ends([self.node], loop, sink, self.injector.blame, findings)
         self.injector.count_elsewhere(self._ask)
         self.injector.arm_messages()
-        self._said: messages.Quiet | None = None
+        self._said = (False, 0, 0)
         self._num_heard = 1  # the set-up
         self._num_questions = 0
         self._decisions: dict[int, bool] = {}
@@ -133,8 +133,8 @@ class InstanceProcess:
     def hear(self, message: messages.ToInstance) -> None:
         self._num_heard += 1
         match message:
-            case messages.Start():
-                self._paced.start(message.start_s)
+            case messages.Grant():
+                self._paced.grant(message.time_ns)
             case messages.Directory():
                 self.bus.update_directory(message.endpoints, message.gone)
             case messages.Arrival():
@@ -207,16 +207,23 @@ class InstanceProcess:
     # -- the loop -----------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        self._paced.turn(_MAX_WAIT_S)
+        self._paced.run_due()
         if self._paced.has_passed(_TIDY_S):
             self.bus.tidy()
         self._flush()
-        quiet = messages.Quiet(
-            is_quiet=not self._loop.num_live, num_arrived=self._paced.num_arrived, num_heard=self._num_heard
-        )
-        if quiet != self._said and (quiet.is_quiet or (self._said is not None and self._said.is_quiet)):
-            self._said = quiet
-            self._say(quiet)
+        if self._paced.is_due:
+            self._paced.listen(0.0)
+        else:
+            self._say_settled()
+            self._paced.listen(_MAX_WAIT_S)
+
+    def _say_settled(self) -> None:
+        told = self.bus.traffic.tell()
+        said = not self._loop.num_live, self._loop.peek_ns(), self._num_heard
+        if told is not None or said != self._said:
+            self._said = said
+            is_quiet, next_ns, num_heard = said
+            self._say(messages.Settled(is_quiet=is_quiet, next_ns=next_ns, num_heard=num_heard, told=told))
 
     def _flush(self) -> None:
         if self._sink.unsent:
@@ -243,7 +250,7 @@ class Child:
         self._fds = (read_fd, write_fd)
 
     def run(self) -> int:
-        self._paced = PacedLoop(self._loop, 1.0)
+        self._paced = PacedLoop(self._loop)
         self._pipes = FramedPipes(self._paced, *self._fds, self._hear, self._orphan)
         try:
             while not self._is_over:
@@ -271,7 +278,6 @@ class Child:
     def _hear(self, data: bytes) -> None:
         message = messages.decode_to_instance(data)
         if isinstance(message, messages.Setup):
-            self._paced.scale = message.scale
             self._instance = InstanceProcess(message, self._loop, self._paced, self._pipes)
             self._pipes.send(messages.encode(messages.Ready()))
         else:

@@ -5,6 +5,7 @@ from typing import Any, Final
 import msgspec
 
 from kvreplay.events import Event
+from kvreplay.transport.traffic import Told
 
 
 class _Message(msgspec.Struct, tag=True, kw_only=True):
@@ -27,13 +28,12 @@ class Setup(_Message):
     faults: list[str]
     seed: int
     detail: int
-    scale: float
 
 
-class Start(_Message):
-    """Virtual time begins at this reading of the machine's monotonic clock."""
+class Grant(_Message):
+    """Nothing is on its way anywhere: virtual time goes on to here."""
 
-    start_s: float
+    time_ns: int
 
 
 class Directory(_Message):
@@ -105,13 +105,14 @@ class Ended(_Message):
     request_id: str
 
 
-class Quiet(_Message):
-    """Whether nothing but daemons is left to happen here. `num_arrived`: what has come from outside so far;
-    `num_heard`: messages of the supervisor."""
+class Settled(_Message):
+    """All that has come is dealt with, and nothing is due. `is_quiet`: nothing but daemons is left to happen here;
+    `next_ns`: when the next thing does; `num_heard`: messages of the supervisor; `told`: what is on its way."""
 
     is_quiet: bool
-    num_arrived: int
+    next_ns: int
     num_heard: int
+    told: Told | None
 
 
 class Done(_Message):
@@ -143,8 +144,8 @@ class Failed(_Message):
     traceback: str
 
 
-ToInstance = Setup | Start | Directory | Arrival | Abort | Seen | Order | Decision | Quit
-FromInstance = Ready | Listening | Happened | Ended | Quiet | Done | Question | Account | Failed
+ToInstance = Setup | Grant | Directory | Arrival | Abort | Seen | Order | Decision | Quit
+FromInstance = Ready | Listening | Happened | Ended | Settled | Done | Question | Account | Failed
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _to_instance: Final = msgspec.msgpack.Decoder(ToInstance)

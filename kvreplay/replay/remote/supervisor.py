@@ -1,7 +1,10 @@
 """A whole cluster of which every instance is a process: clients, proxy, action faults and the trace are here.
 
 The supervisor starts the processes, tells them where the others listen, and ends them: a process whose pipe is closed
-ends itself, whatever becomes of the supervisor. Nothing but virtual time is told apart: two runs differ in their times.
+ends itself, whatever becomes of the supervisor.
+
+Time goes on from one instant at which something happens to the next, everywhere at once, when all processes have said
+that they have dealt with what came before and that nothing is on its way: no timer is early because a message is late.
 """
 
 import subprocess
@@ -19,7 +22,7 @@ from kvreplay.events import Event, EventSink
 from kvreplay.faults.injector import Injector
 from kvreplay.faults.record import FaultStatistics
 from kvreplay.faults.topology import check_possible
-from kvreplay.ids import NS_PER_S
+from kvreplay.ids import NS_PER_MS, NS_PER_S
 from kvreplay.kv.content_index import ContentIndex
 from kvreplay.replay.cluster import RunSettings, Watch, path_timers_ns, topology_of
 from kvreplay.replay.config import Role
@@ -29,18 +32,24 @@ from kvreplay.replay.proxy import Proxy
 from kvreplay.replay.remote import messages
 from kvreplay.sim.bus import Bus, owner_of
 from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
-from kvreplay.sim.event_loop import EventLoop
+from kvreplay.sim.event_loop import FOREVER_NS, EventLoop
 from kvreplay.trace.workload import Workload
-from kvreplay.transport.paced import PacedLoop
+from kvreplay.transport.paced import Pace, PacedLoop
 from kvreplay.transport.pipes import FramedPipes
+from kvreplay.transport.traffic import Ledger
 
 _START_S: Final = 120.0
 """A process may take so long to come up: it reads the trace, and loads what tensors need."""
 _ANSWER_S: Final = 60.0
 _GOODBYE_S: Final = 3.0
-_QUIET_S: Final = 0.3
-"""Nothing is on its way any more if nobody has heard anything for so long."""
+_LOST_S: Final = 10.0
+"""What has been on its way for so long while nobody did anything will not come any more."""
+_WINDOW_NS: Final = NS_PER_MS
+"""Instants as close as that go by together: a message may take so long."""
+_MAX_WAIT_S: Final = 0.05
 _MARGIN_S: Final = 120.0
+_REQUEST_S: Final = 1.0
+"""The real time that a request may cost."""
 _TIMERS: Final = 6
 """A request goes through all of its timers at most so often."""
 _MODULE: Final = "kvreplay.replay.remote.instance_process"
@@ -60,7 +69,7 @@ class RemoteNode:
         self.endpoints: dict[str, str] = {}
         self.handles: list[int] = []
         """Event of the process → its handle here."""
-        self.said = messages.Quiet(is_quiet=False, num_arrived=0, num_heard=0)
+        self.said = messages.Settled(is_quiet=False, next_ns=FOREVER_NS, num_heard=0, told=None)
         self.num_told = 0
         self.done: dict[int, messages.Done] = {}
         self.account: messages.Account | None = None
@@ -87,9 +96,9 @@ class RemoteNode:
         return len(self._live)
 
     @property
-    def is_quiet(self) -> bool:
-        """It has heard everything, and nothing is left to happen there."""
-        return self.said.is_quiet and self.said.num_heard == self.num_told
+    def is_settled(self) -> bool:
+        """It has heard everything, and dealt with it."""
+        return self.said.num_heard == self.num_told
 
     def tell(self, message: messages.ToInstance) -> None:
         self.num_told += 1
@@ -199,7 +208,7 @@ class RemoteCluster:
         self._topology = topology_of(config, workload)
         check_possible(settings.plan, self._topology)
         self.loop = EventLoop()
-        self.paced = PacedLoop(self.loop, scale)
+        self.paced = PacedLoop(self.loop)
         self._nodes: dict[str, RemoteNode] = {}
         self.bus = _ProxyBus(self.loop, self._nodes)
         self.injector = Injector(settings.plan, settings.seed, sink, self.loop, self.bus)
@@ -218,28 +227,30 @@ class RemoteCluster:
             "faults": [fault.spec for fault in settings.plan],
             "seed": settings.seed,
             "detail": sink.detail,
-            "scale": scale,
         }
         last_ns = max((arrival.time_ns for arrival in workload.arrivals), default=0)
-        virtual_s = (last_ns + _TIMERS * path_timers_ns(config)) / NS_PER_S + 3600
-        self._bound_s = _MARGIN_S + virtual_s / scale
+        self._phase_ns = last_ns + _TIMERS * path_timers_ns(config) + 3600 * NS_PER_S
+        num_requests = len(workload.arrivals)
+        self._bound_s = _MARGIN_S + self._phase_ns / (NS_PER_S * scale) + _REQUEST_S * num_requests
+        self._scale = scale
+        self._pace = Pace(scale)
+        self._ledger = Ledger()
         self._specs = [fault.spec for fault in settings.plan]
         self._num_orders = 0
         self._is_ending = False
         self._failure: str | None = None
-        self._heard_s = 0.0
+        self._heard_s = monotonic()
 
     def run(self, watch: Watch | None = None) -> None:
-        """Both phases, as in virtual time; it ends no later than its timers allow, and two minutes after that."""
+        """Both phases, as in virtual time, each no longer than its timers and the number of its requests allow."""
         try:
             self._start()
-            end_s = monotonic() + self._bound_s
-            self._play(end_s, watch)
+            self._play(watch)
             self._order_all("report-stalls")
             self.injector.heal()
             for node in self._nodes.values():
                 node.heal()
-            self._play(monotonic() + self._bound_s, watch)
+            self._play(watch)
             self._order_all("close-accounts")
         finally:
             self._end()
@@ -283,10 +294,7 @@ class RemoteCluster:
         self._wait(lambda: all(node.is_ready for node in self._nodes.values()), _START_S, "to start")
         for node in self._nodes.values():
             self.publish(messages.Directory(endpoints=node.endpoints), node)
-        start_s = monotonic() + 0.1
-        for node in self._nodes.values():
-            node.tell(messages.Start(start_s=start_s))
-        self.paced.start(start_s)
+        self._pace = Pace(self._scale)
         self.injector.arm(self._topology)
         self.proxy.start()
 
@@ -295,20 +303,43 @@ class RemoteCluster:
         for node in self._nodes.values():
             node.end()
 
-    def _play(self, end_s: float, watch: Watch | None) -> None:
+    def _play(self, watch: Watch | None) -> None:
         """Until nothing but daemons is left anywhere, and nothing is on its way."""
+        end_s, end_ns = monotonic() + self._bound_s, self.paced.clock_ns + self._phase_ns
         self._heard_s = monotonic()
-        while not self._is_quiet():
+        while True:
+            if not self._is_settled():
+                self._turn(_MAX_WAIT_S)
+            elif not self.loop.num_live and all(node.said.is_quiet for node in self._nodes.values()):
+                return
+            else:
+                self._go_on(end_ns)
             if monotonic() > end_s:
                 raise KvReplayError(f"--transport zmq: not over after {self._bound_s:.0f} s, the longest it may take")
-            self._turn(0.05)
             if watch is not None:
                 watch(self.proxy.num_ended, 0)
 
-    def _is_quiet(self) -> bool:
-        if self.loop.num_live or not all(node.is_quiet for node in self._nodes.values()):
-            self._heard_s = monotonic()
-        return monotonic() - self._heard_s > _QUIET_S
+    def _is_settled(self) -> bool:
+        """Whatever has happened up to now has had all its effects."""
+        if self.paced.is_due or not all(node.is_settled for node in self._nodes.values()):
+            return False
+        if not self._ledger.is_even and monotonic() - self._heard_s > _LOST_S:
+            self._ledger.give_up()
+        return self._ledger.is_even
+
+    def _go_on(self, end_ns: int) -> None:
+        """Let the next thing happen, when its time has come."""
+        next_ns = min(self.loop.peek_ns(), *(node.said.next_ns for node in self._nodes.values()))
+        if next_ns > end_ns:
+            raise KvReplayError(f"--transport zmq: not over at {next_ns / NS_PER_S:.0f} s, the latest it may be")
+        wait_s = self._pace.seconds_until(next_ns)
+        if wait_s > 0:
+            self._turn(min(wait_s, _MAX_WAIT_S))
+            return
+        grant = messages.Grant(time_ns=next_ns + _WINDOW_NS)
+        for node in self._nodes.values():
+            node.tell(grant)
+        self.paced.grant(grant.time_ns)
 
     def _turn(self, max_wait_s: float) -> None:
         self.paced.turn(max_wait_s)
@@ -320,7 +351,7 @@ class RemoteCluster:
         while not condition():
             if monotonic() > end_s:
                 raise KvReplayError(f"--transport zmq: the instances' processes took more than {limit_s:.0f} s {what}")
-            self._turn(0.05)
+            self._turn(_MAX_WAIT_S)
 
     # -- orders -------------------------------------------------------------------------------------------
 
@@ -333,7 +364,7 @@ class RemoteCluster:
         while number not in node.done:
             if monotonic() > end_s:
                 raise KvReplayError(f"--transport zmq: {node.name} has not carried out {verb} in {_ANSWER_S:.0f} s")
-            self.paced.listen(0.05)
+            self.paced.listen(_MAX_WAIT_S)
             if self._failure is not None:
                 raise RuntimeError(self._failure)
         return node.done.pop(number)
@@ -355,13 +386,17 @@ class RemoteCluster:
                 node.is_ready = True
             case messages.Listening():
                 node.endpoints = message.endpoints
+                for endpoint in message.endpoints.values():
+                    self._ledger.listens(endpoint)
             case messages.Happened():
                 self._take_events(node, message.events)
             case messages.Ended():
                 node.ended(message.request_id)
-            case messages.Quiet():
+            case messages.Settled():
                 self._heard_s = monotonic()
                 node.said = message
+                if message.told is not None:
+                    self._ledger.hear(message.told)
             case messages.Done():
                 node.done[message.number] = message
             case messages.Question():

@@ -6,7 +6,6 @@ from time import monotonic
 from kvreplay.behaviour import Behaviour
 from kvreplay.connectors.mooncake.config import MooncakeConfig
 from kvreplay.connectors.mooncake.socket_bus import SocketBus
-from kvreplay.connectors.mooncake.structs import PullReqMeta
 from kvreplay.connectors.mooncake.worker import MooncakeWorker
 from kvreplay.connectors.mooncake.write_frames import TargetMemory
 from kvreplay.events import ListSink
@@ -14,24 +13,26 @@ from kvreplay.ids import NS_PER_S
 from kvreplay.kv.specs import KVCacheGroupSpec
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.event_loop import EventLoop
+from kvreplay.transport.held import HeldClock
 from kvreplay.transport.paced import PacedLoop
 from tests.connectors.mooncake.pair import WORDS, FakeMemory, Pair, Report, Wire, behaviour
 
-SCALE = 200
-_QUIET_S = 0.1
-_LONGEST_S = 20.0
 NUM_BLOCKS = 64
 
 
 class SocketPair(Pair):
-    """Times are only roughly those of the virtual pair. To be closed."""
+    """Its time jumps as that of the virtual pair, but waits for what is on its way. To be closed.
+
+    `strangers_s`: real seconds that `run` listens to others than the two, whose messages nobody counts.
+    """
 
     def __init__(
         self, switches: Behaviour | None = None, *, num_groups: int = 1, config: MooncakeConfig | None = None
     ) -> None:
         self.loop = EventLoop()
-        self.paced = PacedLoop(self.loop, SCALE)
-        self.paced.start(monotonic())
+        self.paced = PacedLoop(self.loop)
+        self.clock = HeldClock(self.paced, lambda: [bus.traffic for bus in self.buses.values()])
+        self.strangers_s = 0.0
         self.wire = Wire(self.loop)
         self.sink = ListSink()
         self.reports: list[Report] = []
@@ -88,45 +89,25 @@ class SocketPair(Pair):
             if name != instance:
                 bus.update_directory({}, instance)
 
-    # A scheduler acts in an action of the loop, at an instant of its own; a test acts now.
-
-    def announce(self, p_req_id: str = "p1", transfer_id: str = "X1") -> None:
-        self._catch_up()
-        super().announce(p_req_id, transfer_id)
-
-    def finish(
-        self, *block_ids: list[int], p_req_id: str = "p1", transfer_id: str = "X1", announce: bool = True
-    ) -> None:
-        self._catch_up()
-        super().finish(*block_ids, p_req_id=p_req_id, transfer_id=transfer_id, announce=announce)
-
-    def pull(self, *requests: PullReqMeta) -> None:
-        self._catch_up()
-        super().pull(*requests)
-
-    def _catch_up(self) -> None:
-        clock_ns = self.paced.clock_ns
-        if self.loop.peek_ns() > clock_ns > self.loop.now_ns:
-            self.loop.now_ns = clock_ns
-
     def run(self, seconds: float | None = None) -> None:
-        """Until nothing is left and nothing has come for a while, or for so long in virtual time."""
+        """Until nothing is left, or for so long in virtual time."""
+        self._listen_to_strangers()
         if seconds is not None:
-            end_ns = self.paced.clock_ns + round(seconds * NS_PER_S)
-            while self.paced.clock_ns < end_ns:
-                self._turn()
-            return
-        end_s, quiet_s, num_run = monotonic() + _LONGEST_S, monotonic(), -1
-        while monotonic() - quiet_s < _QUIET_S:
-            assert monotonic() < end_s, "it does not end"
-            self._turn()
-            if self.loop.num_live or self.loop.num_run != num_run:
-                quiet_s, num_run = monotonic(), self.loop.num_run
-
-    def _turn(self) -> None:
-        self.paced.turn(0.01)
+            self.clock.run_until(self.loop.now_ns + round(seconds * NS_PER_S))
+        else:
+            self.clock.run_until_quiescent()
         for bus in self.buses.values():
             bus.tidy()
+
+    def _listen_to_strangers(self) -> None:
+        end_s = monotonic() + self.strangers_s
+        while monotonic() < end_s:
+            self.listen()
+
+    def listen(self) -> None:
+        """Take what has come, whoever sent it."""
+        self.paced.listen(0.01)
+        self.clock.settle()
 
     def close(self) -> None:
         for bus in self.buses.values():
