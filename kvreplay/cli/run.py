@@ -75,7 +75,9 @@ def run(
     ] = "virtual",
     time_scale: Annotated[
         float | None,
-        typer.Option("--time-scale", metavar="X", help="With zmq: X virtual seconds in a real one; 10 by default."),
+        typer.Option(
+            "--time-scale", metavar="X", help="With zmq: X virtual seconds in a real one at most; 10 by default."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
