@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvreplay.cli.common import JsonOption, ProcessStatus, make_console, print_error, print_json
+from kvreplay.cli.common import JsonOption, ProcessStatus, chosen, make_console, print_error, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +28,14 @@ def conformance(
             "the laws that it breaks.",
         ),
     ] = None,
+    transport: Annotated[
+        str,
+        typer.Option(
+            "--transport",
+            metavar="virtual|zmq",
+            help="zmq: Mooncake's frames, writes and queries go over real sockets; vectors without any are skipped.",
+        ),
+    ] = "virtual",
     as_json: JsonOption = False,
 ) -> None:
     """Replay recorded decisions of a real engine, and show where ours decides otherwise.
@@ -38,16 +46,20 @@ def conformance(
     Exits 0 if no vector differs, 2 if one is broken, 3 if one differs. What `--check` finds does not count.
     """
     from kvreplay.behaviour import profile
-    from kvreplay.conformance.suite import Result, default_places, replay_files
+    from kvreplay.conformance.suite import NO_SOCKETS, Result, default_places, replay_files
     from kvreplay.conformance.vector import find_files
     from kvreplay.errors import ConfigError
-    from kvreplay.report.conformance import conformance_document, print_outcome, print_tallies
+    from kvreplay.report.conformance import conformance_document, print_outcome, print_skipped, print_tallies
 
     console = make_console()
     wanted = places or default_places()
     outcomes: list[Outcome] = []
-    for outcome in replay_files(find_files(wanted), profile(check, "--check") if check is not None else None):
+    over = chosen("--transport", transport, ("virtual", "zmq"))
+    checked = profile(check, "--check") if check is not None else None
+    for outcome in replay_files(find_files(wanted), checked, over):
         outcomes.append(outcome)
+        if outcome.reason == NO_SOCKETS:
+            continue
         if outcome.result is Result.BROKEN:
             print_error(f"{outcome.path}: {outcome.reason}")
         elif not as_json and (show_all or outcome.findings or outcome.result is not Result.EQUAL):
@@ -58,6 +70,7 @@ def conformance(
     if as_json:
         print_json(conformance_document(outcomes, status))
     else:
+        print_skipped(console, outcomes, NO_SOCKETS)
         print_tallies(console, outcomes)
     raise typer.Exit(status)
 

@@ -1,4 +1,4 @@
-"""Plays a Mooncake scenario with our connector in virtual time, and records the transcript."""
+"""Plays a Mooncake scenario with our connector, and records the transcript."""
 
 from dataclasses import dataclass
 from itertools import count
@@ -19,13 +19,12 @@ from kvreplay.conformance.mooncake_wire import (
     SteadyNetwork,
     seconds,
 )
+from kvreplay.conformance.mooncake_world import WIRE, SocketWorld, VirtualWorld, World
 from kvreplay.conformance.vector import Json
 from kvreplay.connectors.mooncake.structs import STRAY_FRAMES
 from kvreplay.errors import ConfigError, EngineFatal
 from kvreplay.ids import NS_PER_MS
-from kvreplay.sim.bus import Bus
 from kvreplay.sim.envelope import Envelope
-from kvreplay.sim.event_loop import EventLoop
 
 _POLL_NS: Final = 10 * NS_PER_MS
 _POKE_NS: Final = 100 * NS_PER_MS
@@ -41,21 +40,30 @@ class Played:
 
 
 class Driver:
-    def __init__(self, scenario: Scenario, conditions: Conditions) -> None:
+    """`over`: the transport, `virtual` or `zmq`."""
+
+    def __init__(self, scenario: Scenario, conditions: Conditions, over: str) -> None:
         self.scenario = scenario
-        self.loop = EventLoop()
+        self.sides: dict[str, Side] = {}
+        network = SteadyNetwork(conditions.timing)
+        self._world: World = (
+            VirtualWorld(network) if over == "virtual" else SocketWorld(network, lambda kind: self.sides[kind].workers)
+        )
+        self.loop = self._world.loop
         self.transcript = Transcript(self.loop)
         self._env = scenario.env
         self._timing = conditions.timing
-        self._bus = Bus(self.loop, SteadyNetwork(conditions.timing))
-        self._engine = ScriptedEngine(scenario.engine, self.transcript, conditions.timing, self._poke_memory)
-        self._bus.interceptor = self._engine
+        self._wire = self._world.bus_of(WIRE)
+        transit_ns = 0 if self._world.holds_writes else conditions.timing.transit_ns
+        self._engine = ScriptedEngine(scenario.engine, self.transcript, transit_ns, self._poke_memory)
+        for kind in SIDES:
+            self._world.bus_of(kind).interceptor = self._engine
         registrations = count()
         self.sides = {
             kind: Side(
                 kind,
                 scenario,
-                self._bus,
+                self._world.bus_of(kind),
                 self.transcript,
                 self._engine,
                 profile("vllm-0.33"),
@@ -67,10 +75,13 @@ class Driver:
         }
 
     def play(self) -> Played:
-        if self._start():
-            for action in self.scenario.actions:
-                self._act(action)
-        return Played(self._head(), self.transcript, self._final())
+        try:
+            if self._start():
+                for action in self.scenario.actions:
+                    self._act(action)
+            return Played(self._head(), self.transcript, self._final())
+        finally:
+            self._world.close()
 
     # -- start-up ---------------------------------------------------------------------------------------------
 
@@ -88,23 +99,24 @@ class Driver:
                 worker.name,
                 worker.connector.identity.address,
                 rules,
-                self._bus,
+                self._wire,
                 self.transcript,
                 self._timing,
                 self._is_open,
                 late_s=self.scenario.late_bind_s,
             )
-        BootstrapFront(self.scenario.bootstrap, producer.server, self._bus, self.transcript)
+        BootstrapFront(self.scenario.bootstrap, producer.server, self._wire, self.transcript)
         # The lines of a start-up that went well are the same everywhere.
         events = self.transcript.events
         events[:] = [event for event in events if event["lane"] != "log" or event["lvl"] not in ("INFO", "DEBUG")]
         return True
 
     def _is_open(self, pull: Envelope) -> bool:
+        asked = self._world.as_asked(pull)
         for worker in self.sides["D"].workers:
             consumer = worker.connector.consumer
-            if worker.connector.identity.address == pull.source and consumer is not None:
-                return consumer.is_open(pull.conversation, pull.attempt)
+            if asked is not None and worker.connector.identity.address == asked.source and consumer is not None:
+                return consumer.is_open(asked.conversation, asked.attempt)
         return False
 
     def _poke_memory(self, address: int, value: int) -> None:
@@ -115,16 +127,10 @@ class Driver:
     # -- time -------------------------------------------------------------------------------------------------
 
     def _run_until(self, time_ns: int) -> None:
-        loop = self.loop
-        while loop.peek_ns() <= time_ns:
-            loop.step()
-            self._watch()
-        loop.now_ns = max(loop.now_ns, time_ns)
+        self._world.run_until(time_ns, self._watch)
 
     def _watch(self) -> None:
-        producer = self.sides["P"] if hasattr(self, "sides") else None
-        if producer is not None:
-            producer.watch_entries()
+        self.sides["P"].watch_entries()
 
     def _run_for(self, duration_s: float) -> None:
         self._run_until(self.loop.now_ns + seconds(duration_s))
@@ -202,7 +208,7 @@ class Driver:
 
     def _do_poke(self, frames: Any) -> None:  # noqa: ANN401
         """A stranger sends these frames to the first producer worker's socket."""
-        self._bus.post(
+        self._wire.post(
             Envelope(
                 kind=STRAY_FRAMES,
                 source="stranger",
@@ -273,5 +279,5 @@ class Driver:
         return final
 
 
-def play(scenario: Scenario, conditions: Conditions) -> Played:
-    return Driver(scenario, conditions).play()
+def play(scenario: Scenario, conditions: Conditions, over: str = "virtual") -> Played:
+    return Driver(scenario, conditions, over).play()

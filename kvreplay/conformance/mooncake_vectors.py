@@ -34,8 +34,8 @@ _TIMINGS: Final = (
 """The recorder's own times, and others about as likely: where two threads race, either may have won."""
 
 
-def replay_transcript(document: Mapping[str, Json]) -> list[Difference]:
-    """What our connector does differently, the earliest first; empty if nothing.
+def replay_transcript(document: Mapping[str, Json], over: str = "virtual") -> list[Difference]:
+    """What our connector does differently, the earliest first; empty if nothing. `over`: the transport.
 
     Raises ConfigError for a broken vector, and UnsupportedVectorError for what is not modelled.
     """
@@ -48,7 +48,7 @@ def replay_transcript(document: Mapping[str, Json]) -> list[Difference]:
     expected = canonical(document, freedom)
     best: list[Difference] | None = None
     for conditions in _conditions(document):
-        played = play(scenario, conditions)
+        played = play(scenario, conditions, over)
         found = differences(
             expected, canonical(transcript_of(scenario, played), freedom), played.transcript.entry_states
         )

@@ -419,10 +419,10 @@ class ScriptedEngine:
     kinds = frozenset({WRITE_DATA})
 
     def __init__(
-        self, script: Sequence[Rule], transcript: Transcript, timing: Timing, poke: Callable[[int, int], None]
+        self, script: Sequence[Rule], transcript: Transcript, transit_ns: int, poke: Callable[[int, int], None]
     ) -> None:
         self._script = script
-        self._transit_ns = timing.transit_ns
+        self._transit_ns = transit_ns
         self._transcript = transcript
         self._poke = poke
         self._calls: dict[str, int] = {}

@@ -20,18 +20,23 @@ class VectorKind(Protocol):
     """One kind of vectors. Its module imports nothing heavy before something is replayed."""
 
     name: str
+    crosses_sockets: bool
+    """Whether there are messages in it that can go over real sockets."""
 
     def recognises(self, vector: Vector) -> bool:
         """Whether it is one of this kind. Must not fail, whatever is in the document, and be disjoint from others."""
         ...
 
-    def replay(self, vector: Vector) -> Sequence[Difference]:
-        """What differs first, causes before effects; nothing if all is equal.
+    def replay(self, vector: Vector, over: str) -> Sequence[Difference]:
+        """What differs first, causes before effects; nothing if all is equal. `over`: the transport.
 
         Raises UnsupportedVectorError for what is not modelled, and ConfigError for a vector that is broken.
         """
         ...
 
+
+VIRTUAL: Final = "virtual"
+NO_SOCKETS: Final = "nothing in it crosses a socket"
 
 KINDS: Final[Sequence[VectorKind]] = (SchedulerVectors(), OffloadVectors(), MooncakeVectors())
 
@@ -71,20 +76,20 @@ class Tally:
         return self.equal + self.differ + self.skipped
 
 
-def replay_files(paths: Iterable[Path], check: Behaviour | None = None) -> Iterator[Outcome]:
+def replay_files(paths: Iterable[Path], check: Behaviour | None = None, over: str = VIRTUAL) -> Iterator[Outcome]:
     """One outcome for each file that is a vector, or may be a broken one. `check`: also play what can be played with
-    KV buffers and checkers on, by an engine that behaves so."""
+    KV buffers and checkers on, by an engine that behaves so. `over`: the transport."""
     for path in paths:
         try:
             vector = read_vector(path)
             if vector is not None:
-                outcome = replay_vector(vector)
+                outcome = replay_vector(vector, over)
                 yield outcome if check is None else replace(outcome, findings=_findings(outcome, vector, check))
         except KvReplayError as error:
             yield Outcome(path, Result.BROKEN, reason=str(error))
 
 
-def replay_vector(vector: Vector) -> Outcome:
+def replay_vector(vector: Vector, over: str = VIRTUAL) -> Outcome:
     """Raises ConfigError for one that is broken."""
     oracle = vector.oracle
     kind = next((kind for kind in KINDS if kind.recognises(vector)), None)
@@ -92,8 +97,10 @@ def replay_vector(vector: Vector) -> Outcome:
         return Outcome(vector.path, Result.SKIPPED, oracle, reason="unknown kind of vector")
     if vector.document.get("format", FORMAT) != FORMAT:
         return Outcome(vector.path, Result.SKIPPED, oracle, kind.name, f"format {vector.document['format']}")
+    if over != VIRTUAL and not kind.crosses_sockets:
+        return Outcome(vector.path, Result.SKIPPED, oracle, kind.name, NO_SOCKETS)
     try:
-        differences = kind.replay(vector)
+        differences = kind.replay(vector, over)
     except UnsupportedVectorError as error:
         return Outcome(vector.path, Result.SKIPPED, oracle, kind.name, str(error))
     result = Result.DIFFERS if differences else Result.EQUAL

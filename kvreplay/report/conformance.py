@@ -1,6 +1,7 @@
 """How vectors came out: one line each, differences side by side, and a line for each oracle."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -61,6 +62,14 @@ def _shown(value: Any) -> str:  # noqa: ANN401 - JSON
     if value is None:
         return "-"
     return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def print_skipped(console: Console, outcomes: Iterable[Outcome], reason: str) -> None:
+    """Those that were skipped for this reason, by kind: `skipped  139 scheduler vectors  nothing in it ...`."""
+    kinds = Counter(outcome.kind for outcome in outcomes if outcome.reason == reason)
+    for kind, count in sorted(kinds.items(), key=lambda item: str(item[0])):
+        line = f"{Result.SKIPPED}  {count:,} {kind} vector{'s' * (count > 1)}  {reason}"
+        console.print(Line(line, style=_STYLES[Result.SKIPPED]), soft_wrap=True)
 
 
 def print_tallies(console: Console, outcomes: Iterable[Outcome]) -> None:

@@ -30,20 +30,26 @@ class HttpRequest:
 
 
 class Exchange:
-    """One request that waits for its answer."""
+    """One request that waits for its answer. `client`: its end of the connection."""
 
     def __init__(self, server: "HttpServer", connection: "_Connection", request: HttpRequest) -> None:
         self.request = request
+        self.client = connection.client
         self._server = server
         self._connection = connection
 
     def answer(self, status: int, body: bytes) -> None:
         self._server._answer(self._connection, status, body)
 
+    def hang_up(self) -> None:
+        """Give no answer."""
+        self._server._hang_up(self._connection)
+
 
 @dataclass(slots=True, eq=False)
 class _Connection:
     socket: socket.socket
+    client: str
     since_s: float
     received: bytearray
     unsent: bytes = b""
@@ -77,7 +83,7 @@ class HttpServer:
     def _accept(self) -> None:
         for _ in range(64):
             try:
-                client, _ = self._listener.accept()
+                client, (host, port) = self._listener.accept()
             except OSError:
                 return
             self._hang_up_on_idle()
@@ -86,7 +92,7 @@ class HttpServer:
                 client.close()
                 continue
             client.setblocking(False)
-            connection = _Connection(client, monotonic(), bytearray())
+            connection = _Connection(client, f"{host}:{port}", monotonic(), bytearray())
             self._connections[connection] = None
             self._paced.watch(client.fileno(), lambda connection=connection: self._receive(connection))  # type: ignore[misc]
 
@@ -186,21 +192,39 @@ def _parse_answer(received: bytearray) -> tuple[int, bytes]:
     return int(lines[0].split(" ")[1]), body
 
 
+def _request(endpoint: str, path: str, body: bytes | None) -> bytes:
+    head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: {endpoint}\r\nConnection: close\r\n"
+    if body is not None:
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    return head.encode() + b"\r\n" + (body or b"")
+
+
 class HttpCall:
-    """GET from a loopback server. `on_answer` gets the status and the body, or an error and neither."""
+    """One request to a loopback server: GET, or POST where there is a body.
+
+    `on_answer` gets the status and the body, or an error and neither.
+    """
 
     def __init__(
-        self, paced: PacedLoop, endpoint: str, path: str, on_answer: Callable[[int, bytes, str | None], None]
+        self,
+        paced: PacedLoop,
+        endpoint: str,
+        path: str,
+        body: bytes | None,
+        on_answer: Callable[[int, bytes, str | None], None],
     ) -> None:
         self._paced = paced
         self._on_answer = on_answer
-        self._unsent = f"GET {path} HTTP/1.1\r\nHost: {endpoint}\r\nConnection: close\r\n\r\n".encode()
+        self._unsent = _request(endpoint, path, body)
         self._received = bytearray()
         self._is_over = False
         host, _, port = endpoint.rpartition(":")
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setblocking(False)
         self._socket.connect_ex((host, int(port)))
+        own_host, own_port = self._socket.getsockname()
+        self.client = f"{own_host}:{own_port}"
+        """As the server knows it."""
         paced.watch(self._socket.fileno(), self._receive)
         paced.watch_writable(self._socket.fileno(), self._send)
 

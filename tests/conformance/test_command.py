@@ -12,6 +12,7 @@ from kvreplay.cli.app import run_app
 
 ROOT = Path(__file__).parents[2]
 VECTOR = json.loads((Path(__file__).parent / "scheduler" / "04_preempt_pressure.json").read_text())
+MOONCAKE = Path(__file__).parent / "mooncake" / "vectors" / "ok_p_first.json"
 ORACLE = "vllm 0.33.0"
 
 Write = Callable[..., Path]
@@ -48,6 +49,23 @@ def differing_steps() -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = deepcopy(VECTOR["steps"])
     steps[3]["after"]["fq"].reverse()
     return steps
+
+
+# -- over sockets -------------------------------------------------------------------------------------------------
+
+
+def test_over_sockets_what_has_no_messages_is_counted_and_skipped(command: Command, write: Write) -> None:
+    status, out, _ = command(write("a.json"), MOONCAKE, "--transport", "zmq")
+    assert status == 0
+    assert out.splitlines() == [
+        "skipped  1 scheduler vector  nothing in it crosses a socket",
+        "vllm 0.33.0: 1 of 2 vectors equal, 0 differ, 1 skipped",
+    ]
+
+
+def test_an_unknown_transport(command: Command, write: Write) -> None:
+    status, _, err = command(write(), "--transport", "tcp")
+    assert (status, err) == (2, "error: --transport tcp: expected one of virtual, zmq\n")
 
 
 # -- what it prints -----------------------------------------------------------------------------------------------

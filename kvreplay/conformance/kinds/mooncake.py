@@ -11,16 +11,17 @@ _FRAMES: Final = frozenset({"requests", "responses"})
 
 class MooncakeVectors:
     name = "mooncake"
+    crosses_sockets = True
 
     def recognises(self, vector: Vector) -> bool:
         return "scenario" in vector.document or vector.document.keys() >= _FRAMES
 
-    def replay(self, vector: Vector) -> Sequence[Difference]:
+    def replay(self, vector: Vector, over: str) -> Sequence[Difference]:
         from kvreplay.conformance.mooncake_frames import replay_frames
         from kvreplay.conformance.mooncake_vectors import replay_transcript
 
         if "scenario" in vector.document:
-            return replay_transcript(_whole(vector))
+            return replay_transcript(_whole(vector), over)
         return replay_frames(vector.document)
 
 

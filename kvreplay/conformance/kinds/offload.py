@@ -11,13 +11,14 @@ _KINDS_WITHOUT_SCHEDULER: Final = ("cpu_manager", "offload_calls")
 
 class OffloadVectors:
     name = "offload"
+    crosses_sockets = False
 
     def recognises(self, vector: Vector) -> bool:
         workload = vector.document.get("workload")
         with_scheduler = isinstance(workload, Mapping) and "offload" in workload
         return with_scheduler or vector.document.get("kind") in _KINDS_WITHOUT_SCHEDULER
 
-    def replay(self, vector: Vector) -> Sequence[Difference]:
+    def replay(self, vector: Vector, over: str) -> Sequence[Difference]:
         from kvreplay.conformance.offload_replay import replay_offload
 
         return replay_offload(vector.document)

@@ -12,12 +12,13 @@ from kvreplay.errors import ConfigError
 
 class SchedulerVectors:
     name = "scheduler"
+    crosses_sockets = False
 
     def recognises(self, vector: Vector) -> bool:
         workload = vector.document.get("workload")
         return "workload" in vector.document and not (isinstance(workload, dict) and "offload" in workload)
 
-    def replay(self, vector: Vector) -> Sequence[Difference]:
+    def replay(self, vector: Vector, over: str) -> Sequence[Difference]:
         from kvreplay.conformance.scheduler_vectors import run_workload
 
         expected = recorded_steps(vector)

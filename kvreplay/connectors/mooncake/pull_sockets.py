@@ -59,8 +59,13 @@ class PullSockets:
         self._num_sockets = 0
 
     def send(self, envelope: Envelope, endpoint: str) -> None:
-        """A pull, or what a stranger sends before it."""
-        pull = self._pulls.get(envelope.conversation) or self._open(envelope, endpoint)
+        """A pull, or what a stranger sends before it. Another attempt has another socket, as vLLM's has."""
+        pull = self._pulls.get(envelope.conversation)
+        if pull is not None and pull.asked.attempt != envelope.attempt:
+            self._forget(envelope.conversation)
+            pull = None
+        if pull is None:
+            pull = self._open(envelope, endpoint)
         if envelope.kind == STRAY_FRAMES:
             frames = list(envelope.payload)
         else:

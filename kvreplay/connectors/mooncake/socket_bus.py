@@ -35,7 +35,7 @@ from kvreplay.connectors.mooncake.write_frames import (
     encode_done,
     encode_write,
 )
-from kvreplay.sim.bus import Bus, owner_of
+from kvreplay.sim.bus import Bus, Network, owner_of
 from kvreplay.sim.envelope import (
     BOOTSTRAP_ANSWER,
     BOOTSTRAP_QUERY,
@@ -52,6 +52,8 @@ from kvreplay.transport.zmq_sockets import Socket, ZmqSockets
 _HTTP: Final = "http/"
 """Begins the address of an HTTP client that waits for an answer."""
 _FAULTED_WHERE_SENT: Final = frozenset({PULL_REQUEST, BOOTSTRAP_QUERY, WRITE_DONE})
+_ALWAYS_OUT: Final = frozenset({BOOTSTRAP_QUERY, BOOTSTRAP_REGISTER})
+"""Goes over a socket even to a server of this very process."""
 _MAX_WRITE_BYTES: Final = 1 << 30
 _MAX_OPEN: Final = 1 << 14
 """Pulls that wait here at a time; real consumers have some hundreds."""
@@ -61,7 +63,9 @@ _MAX_KNOWN: Final = 1 << 16
 
 class SocketBus(Bus):
     """`announce` is told where this process listens, whenever that changes. `is_open`: whether a pull of this source
-    still waits for a reply. `find_target`: the memory behind an address."""
+    still waits for a reply. `find_target`: the memory behind an address. `relays`: pulls stay the bytes that they are.
+    `network`: how long messages are held before they are sent, None for not at all.
+    """
 
     def __init__(
         self,
@@ -72,8 +76,10 @@ class SocketBus(Bus):
         is_open: Callable[[str, str, int], bool],
         find_target: Callable[[str], TargetMemory | None],
         tells_of_gone_peers: bool,
+        relays: bool = False,
+        network: Network | None = None,
     ) -> None:
-        super().__init__(paced.loop)
+        super().__init__(paced.loop, network)
         self.name = name
         self.malformed: Counter[str] = Counter()
         """What came in and was nothing that a peer sends, by kind."""
@@ -91,6 +97,7 @@ class SocketBus(Bus):
         self._announce = announce
         self._find_target = find_target
         self._tells_of_gone_peers = tells_of_gone_peers
+        self._relays = relays
         self._endpoints: dict[str, str] = {}
         self._directory: dict[str, str] = {}
         self._routers: dict[str, Socket] = {}
@@ -103,15 +110,14 @@ class SocketBus(Bus):
         """Who has written here → the memory's address, and the name of the writer's socket."""
         self._exchanges: OrderedDict[str, Exchange] = OrderedDict()
         self._num_exchanges = 0
-        self._num_calls = 0
         self._calls: dict[str, tuple[HttpCall, Connection]] = {}
 
     # -- where who listens --------------------------------------------------------------------------------
 
     def listen(self, address: str, handler: Handler, *, refused: Handler | None = None) -> None:
         super().listen(address, handler, refused=refused)
-        part = address.split("/")[1]
-        if part == "mooncake":
+        part = address.partition("/")[2].partition("/")[0]
+        if part in ("", "mooncake"):
             self._bind(address, MAX_PULL_BYTES, self._on_pull)
         elif part == "memory":
             self._bind(address, _MAX_WRITE_BYTES, self._on_write)
@@ -182,10 +188,12 @@ class SocketBus(Bus):
     # -- sending ------------------------------------------------------------------------------------------
 
     def post(self, envelope: Envelope) -> None:
-        if envelope.kind in _FAULTED_WHERE_SENT:
-            self._through_faults(envelope)
+        transit_ns = self.network.transit_ns(envelope, self.loop.now_ns)
+        send = self._through_faults if envelope.kind in _FAULTED_WHERE_SENT else self._forward
+        if transit_ns:
+            self.loop.call_later(transit_ns, lambda: send(envelope))
         else:
-            self._forward(envelope)
+            send(envelope)
 
     def deliver(self, envelope: Envelope) -> None:
         if envelope.destination in self._handlers or envelope.kind != CONNECTION_CLOSED:
@@ -217,7 +225,7 @@ class SocketBus(Bus):
         destination = envelope.destination
         if destination.startswith(_HTTP):
             self._answer_http(envelope)
-        elif owner_of(destination) == self.name:
+        elif (destination in self._handlers or owner_of(destination) == self.name) and envelope.kind not in _ALWAYS_OUT:
             self.loop.call_later(0, lambda: super(SocketBus, self).deliver(envelope))
         elif not self._send_out(envelope):
             self.loop.call_later(0, lambda: self._refuse(envelope))
@@ -229,7 +237,7 @@ class SocketBus(Bus):
                 return self._send_reply(envelope)
             case "write.done":
                 return self._send_done(envelope)
-        endpoint = self._directory.get(envelope.destination)
+        endpoint = self._directory.get(envelope.destination) or self._endpoints.get(envelope.destination)
         if endpoint is None:
             return False
         match envelope.kind:
@@ -237,11 +245,15 @@ class SocketBus(Bus):
                 self._pulls.send(envelope, endpoint)
             case "write.data":
                 return self._send_write(envelope, endpoint)
-            case "bootstrap.query":
+            case "bootstrap.query" | "bootstrap.register":
                 self._call_bootstrap(envelope, endpoint)
             case kind:
                 raise AssertionError(f"{kind} to {envelope.destination}")
         return True
+
+    def asked_as(self, identity: str) -> Envelope | None:
+        """The pull of the socket that its producer knows by this name; None: none of this process's."""
+        return self._pulls.asked_as(identity)
 
     # -- pulls, where they are served ---------------------------------------------------------------------
 
@@ -255,7 +267,9 @@ class SocketBus(Bus):
         received = Envelope(
             kind=STRAY_FRAMES, source=conversation, destination=address, payload=tuple(rest), conversation=conversation
         )
-        if len(rest) == 1:
+        if len(rest) == 1 and self._relays:
+            received.kind, received.payload = PULL_REQUEST, rest[0]
+        elif len(rest) == 1:
             received.kind, received.payload = PULL_REQUEST, rest[0]
             try:
                 pull = decode_request(rest[0])
@@ -346,6 +360,7 @@ class SocketBus(Bus):
 
     def _on_http(self, address: str, exchange: Exchange) -> None:
         request = exchange.request
+        self.traffic.taken(Connection(self._endpoints[address], exchange.client))
         self._num_exchanges += 1
         client = f"{_HTTP}{self._num_exchanges}"
         _remember(self._exchanges, client, exchange)
@@ -365,15 +380,19 @@ class SocketBus(Bus):
 
     def _answer_http(self, envelope: Envelope) -> None:
         exchange = self._exchanges.pop(envelope.destination, None)
-        if exchange is not None:
-            answer: BootstrapAnswer = envelope.payload
+        if exchange is None:
+            return
+        answer: BootstrapAnswer = envelope.payload
+        # To hang up is something to hear, too.
+        self.traffic.sent(Connection(self._endpoints.get(envelope.source, ""), exchange.client), is_answer=True)
+        if answer.error is not None:
+            exchange.hang_up()
+        else:
             exchange.answer(answer.status, answer.body or b"")
 
     def _call_bootstrap(self, envelope: Envelope, endpoint: str) -> None:
         conversation = envelope.conversation
         self._hang_up(conversation)
-        self._num_calls += 1
-        connection = Connection(endpoint, f"{self.name}!http{self._num_calls}")
 
         def on_answer(status: int, body: bytes, error: str | None) -> None:
             self._hang_up(conversation)
@@ -386,11 +405,12 @@ class SocketBus(Bus):
             )
             self._paced.arrive(lambda: self._through_faults(answer))
 
-        # Under way until it is answered: a server here answers at once.
+        query: BootstrapQuery = envelope.payload
+        call = HttpCall(self._paced, endpoint, query.path, query.body, on_answer)
+        connection = Connection(endpoint, call.client)
+        self._calls[conversation] = call, connection
         self.traffic.opened(connection)
         self.traffic.sent(connection)
-        call = HttpCall(self._paced, endpoint, envelope.payload.path, on_answer)
-        self._calls[conversation] = call, connection
 
     def _hang_up(self, conversation: str) -> None:
         """The call is over, or another one takes its place."""

@@ -11,9 +11,12 @@ from kvreplay.conformance.mooncake_frames import replay_frames
 from kvreplay.conformance.mooncake_vectors import replay_transcript
 from kvreplay.conformance.vector import UnsupportedVectorError
 from kvreplay.errors import ConfigError
+from kvreplay.transport import held
+from kvreplay.transport.zmq_sockets import ZmqSockets
 
 HERE = Path(__file__).parent
-VECTORS = sorted([*(HERE / "vectors").glob("*.json"), *(HERE / "more").glob("*.json")])
+GIVEN = sorted((HERE / "vectors").glob("*.json"))
+MORE = sorted((HERE / "more").glob("*.json"))
 FIXTURES: dict[str, Any] = json.loads((HERE / "fixtures.json").read_text())
 
 
@@ -22,13 +25,34 @@ def transcript(name: str) -> dict[str, Any]:
     return document
 
 
-@pytest.mark.parametrize("path", VECTORS, ids=lambda path: path.stem)
-def test_our_connector_does_what_vllms_did(path: Path) -> None:
+def check(path: Path, over: str) -> None:
     try:
-        found = replay_transcript(json.loads(path.read_text()))
+        found = replay_transcript(json.loads(path.read_text()), over)
     except UnsupportedVectorError as reason:
         pytest.skip(str(reason))
     assert found == []
+
+
+@pytest.mark.parametrize("path", GIVEN + MORE, ids=lambda path: path.stem)
+def test_our_connector_does_what_vllms_did(path: Path) -> None:
+    check(path, "virtual")
+
+
+class TestOverSockets:
+    @pytest.mark.parametrize("path", GIVEN, ids=lambda path: path.stem)
+    def test_our_connector_does_what_vllms_did(self, path: Path) -> None:
+        check(path, "zmq")
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("path", MORE, ids=lambda path: path.stem)
+    def test_and_what_it_did_in_more_scenarios(self, path: Path) -> None:
+        check(path, "zmq")
+
+    @pytest.mark.parametrize("name", ["ok_p_first", "ok_basic"])
+    def test_it_is_sockets_that_carry_it(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ZmqSockets, "send", lambda self, socket, frames: True)
+        monkeypatch.setattr(held, "_LOST_S", 0.05)
+        assert "wire:D0>P0#1[0]" in [found.field for found in replay_transcript(transcript(name), "zmq")]
 
 
 def test_frames_are_encoded_and_decoded_alike() -> None:
