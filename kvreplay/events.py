@@ -157,7 +157,7 @@ KINDS: Final[dict[str, KindSpec]] = {
     "violation": KindSpec(
         _RUN,
         "a law is broken; status = checker, cause = detail, request_id, block_ids, group, transfer_id, "
-        "cause_seq = the fault",
+        "cause_seq = the fault; num_tokens = ns at which it was broken, if it was found only at the end of the run",
     ),
     "engine.crashed": KindSpec(_RUN, "the replayed engine died; status = exception, cause = its message"),
     "usage": KindSpec(

@@ -32,11 +32,15 @@ class Finding(NamedTuple):
     transfer_id: str | None = None
     cause_seq: int | None = None
 
-    def to_event(self, cause_handle: int | None = None) -> Event:
-        """The `violation` row that says the same; `cause_handle` is that of the fault, where it is known."""
+    def to_event(self, cause_handle: int | None = None, found_ns: int | None = None) -> Event:
+        """The `violation` row that says the same; `cause_handle` is that of the fault, where it is known.
+
+        `found_ns`: when it was found, if not when the law was broken.
+        """
         return Event(
             "violation",
-            self.time_ns,
+            self.time_ns if found_ns is None else found_ns,
+            num_tokens=None if found_ns is None else self.time_ns,
             instance=self.instance,
             request_id=self.request_id,
             transfer_id=self.transfer_id,
@@ -50,7 +54,7 @@ class Finding(NamedTuple):
 
 _COLUMNS: Final = (
     pl.col("status").cast(pl.String).fill_null("?"),
-    pl.col("time_ns"),
+    pl.coalesce("num_tokens", "time_ns").alias("time_ns"),
     pl.col("cause").cast(pl.String).fill_null(""),
     pl.col("instance").cast(pl.String),
     pl.col("request_id").cast(pl.String),

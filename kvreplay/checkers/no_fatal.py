@@ -39,7 +39,7 @@ def unfaulted_failures(frame: pl.DataFrame) -> pl.DataFrame:
     """
     faults = rows_of(frame, ["fault.injected"], "instance", "request_id", "status").collect()
     crashed = rows_of(frame, ["engine.crashed"], "instance").collect()["instance"]
-    acted_on = faults.filter(pl.col("request_id").is_null() | pl.col("status").is_in(_of_whole_instances()))["instance"]
+    acted_on = faults.filter(is_of_whole_instance())["instance"]
     excused = pl.concat([crashed, acted_on]).to_list()
     named = faults["request_id"].drop_nulls().unique().to_list()
     victims = client_ends(frame).filter(
@@ -51,10 +51,11 @@ def unfaulted_failures(frame: pl.DataFrame) -> pl.DataFrame:
     return victims.collect().clear() if acted_on.null_count() else victims.collect()
 
 
-def _of_whole_instances() -> list[str]:
-    """Names of the faults that do something to an instance, not to single requests."""
+def is_of_whole_instance() -> pl.Expr:
+    """Whether a `fault.injected` row is of a fault that does something to an instance, not to single requests."""
     verbs = {name: VERBS[row.verb] for name, row in catalogue().items()}
-    return [name for name, verb in verbs.items() if isinstance(verb, ActionVerb) and not verb.acts_on_requests]
+    names = [name for name, verb in verbs.items() if isinstance(verb, ActionVerb) and not verb.acts_on_requests]
+    return pl.col("request_id").is_null() | pl.col("status").is_in(names)
 
 
 def _check_engines(frame: pl.DataFrame) -> list[Finding]:

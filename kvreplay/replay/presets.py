@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Final
 
 import kvreplay
+from kvreplay.errors import TraceError
 from kvreplay.kv.specs import (
     FULL,
     MAMBA,
@@ -159,3 +160,14 @@ def packaged_folder(name: str) -> Path:
 def packaged_names(name: str, suffix: str) -> list[str]:
     """Names (without suffix) of what a packaged folder holds."""
     return sorted(path.stem for path in packaged_folder(name).glob(f"*{suffix}"))
+
+
+def find_trace(name_or_path: str) -> Path:
+    """A file, or a canned trace by name. Raises TraceError naming the canned ones."""
+    path = Path(name_or_path)
+    names = packaged_names("traces", ".parquet")
+    if path.exists() and not (path.is_dir() and name_or_path in names):
+        return path
+    if name_or_path in names:
+        return packaged_folder("traces") / f"{name_or_path}.parquet"
+    raise TraceError(f"{name_or_path}: no such file, nor a canned trace ({', '.join(names) or 'there are none'})")

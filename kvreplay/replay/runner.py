@@ -23,7 +23,7 @@ from kvreplay.kv.content_index import ContentIndex
 from kvreplay.replay.cluster import Cluster, RunSettings, path_timers_ns
 from kvreplay.replay.config import ReplayConfig, Role
 from kvreplay.replay.config_load import LoadedConfig
-from kvreplay.replay.presets import packaged_folder, packaged_names
+from kvreplay.replay.presets import find_trace
 from kvreplay.replay.sampler import expected_output_hash
 from kvreplay.sim.envelope import RANK_REPORT
 from kvreplay.trace.digest import file_digest
@@ -77,17 +77,6 @@ class RunOptions:
 class RunResult:
     summary: Summary
     warnings: list[str] = field(default_factory=list)
-
-
-def find_trace(name_or_path: str) -> Path:
-    """A file, or a canned trace by name. Raises TraceError naming the canned ones."""
-    path = Path(name_or_path)
-    if path.exists():
-        return path
-    names = packaged_names("traces", ".parquet")
-    if name_or_path in names:
-        return packaged_folder("traces") / f"{name_or_path}.parquet"
-    raise TraceError(f"{name_or_path}: no such file, nor a canned trace ({', '.join(names) or 'there are none'})")
 
 
 def settle_imports(config: ReplayConfig) -> None:
@@ -223,15 +212,12 @@ def _metadata(options: RunOptions) -> TraceMetadata:
 
 def _summarise(options: RunOptions, played: _Played, workload: Workload, sink: MemoryTrace) -> Summary:
     frame = sink.frame(_JUDGED_COLUMNS)
-    findings = [
-        # Their rows come last, at the end of the run.
-        finding._replace(time_ns=played.end_ns)
-        for finding in check_trace(frame, sink.detail, _digests(played.content_index, workload))
-    ]
+    findings = check_trace(frame, sink.detail, _digests(played.content_index, workload))
     if findings:
         pairs = {row[0]: row[1:] for row in routes(frame).select("request_id", "producer", "serving").collect().rows()}
         for finding in findings:
-            sink.emit(finding.to_event(_fault_behind(finding, played.blame, pairs.get(finding.request_id, ()))))
+            handle = _fault_behind(finding, played.blame, pairs.get(finding.request_id, ()))
+            sink.emit(finding.to_event(handle, found_ns=played.end_ns))
         frame = sink.frame(_JUDGED_COLUMNS)
     facts = RunFacts(
         fingerprint=sink.fingerprint(),

@@ -6,6 +6,7 @@ from typing import Final
 import polars as pl
 
 from kvreplay.checkers.frames import rows_of
+from kvreplay.ids import NS_PER_S
 from kvreplay.verdict.model import Evicted, Instance, Loads, Recomputed, Series
 
 COUNTERS: Final = (
@@ -107,8 +108,11 @@ def usage_samples(frame: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def instances(usage: pl.DataFrame, roles: Mapping[str, str], virtual_ns: int, last_arrival_ns: int) -> list[Instance]:
+def instances(
+    frame: pl.DataFrame, usage: pl.DataFrame, roles: Mapping[str, str], virtual_ns: int, last_arrival_ns: int
+) -> list[Instance]:
     """In the order of `roles`; an instance that only the trace knows comes last, without a role."""
+    busy_until = _busy_until(frame, usage)
     total = _pivot(usage, pl.col("grown").sum())
     highest = _pivot(usage, pl.col("value").max())
     arriving = usage.filter(pl.col("time_ns") <= last_arrival_ns)
@@ -121,6 +125,8 @@ def instances(usage: pl.DataFrame, roles: Mapping[str, str], virtual_ns: int, la
             peak_blocks=max(highest.get((name, "peak_blocks"), 0), highest.get((name, "blocks"), 0)),
             preemptions=total.get((name, "preemptions"), 0),
             utilisation=round(total.get((name, "busy_ns"), 0) / virtual_ns, 6) if virtual_ns else 0.0,
+            busy=_busy(total.get((name, "busy_ns"), 0), busy_until.get(name)),
+            busy_until_s=busy_until[name] / NS_PER_S if name in busy_until else None,
             num_gpu_blocks=highest.get((name, "num_gpu_blocks"), 0),
             computed_tokens=total.get((name, "computed_tokens"), 0),
             loaded_tokens=total.get((name, "loaded_tokens"), 0),
@@ -131,6 +137,29 @@ def instances(usage: pl.DataFrame, roles: Mapping[str, str], virtual_ns: int, la
         )
         for name in names
     ]
+
+
+def _busy_until(frame: pl.DataFrame, usage: pl.DataFrame) -> dict[str, int]:
+    """Instance → ns (`Instance.busy_until_s`); those that never computed are missing."""
+    samples = usage.filter(pl.col("status") == "busy_ns").with_columns(
+        before_ns=pl.col("time_ns").shift(1).over("instance").fill_null(0)
+    )
+    last = samples.filter(pl.col("grown") > 0).group_by("instance").agg(pl.col("time_ns", "before_ns").last())
+    signs = (
+        rows_of(frame, ["request.first_token", "request.finished"], "instance", "time_ns")
+        .rename({"time_ns": "sign_ns"})
+        .collect()
+        .join(last, on="instance")
+        .filter(pl.col("sign_ns") > pl.col("before_ns"), pl.col("sign_ns") <= pl.col("time_ns"))
+        .group_by("instance")
+        .agg(pl.col("sign_ns").max())
+    )
+    ends = last.join(signs, on="instance", how="left").select("instance", pl.coalesce("sign_ns", "time_ns"))
+    return dict(ends.rows())
+
+
+def _busy(busy_ns: int, until_ns: int | None) -> float | None:
+    return None if not until_ns else round(min(busy_ns / until_ns, 1.0), 6)
 
 
 def _pivot(usage: pl.DataFrame, value: pl.Expr) -> dict[tuple[str, str], int]:
@@ -145,7 +174,7 @@ def _overload(arriving: pl.DataFrame, role: str) -> str | None:
     span_ns = _last_ns(arriving["time_ns"])
     busy = arriving.filter(pl.col("status") == "busy_ns")["grown"].sum() / max(span_ns, 1)
     if role == "prefill" and busy > OVERLOADED_UTILISATION:
-        return f"computed {min(busy, 1.0):.0%} of the time"
+        return f"computed {100 * min(busy, 1.0):.0f} % of the time"
     late = arriving.filter(pl.col("status") == "queued", pl.col("time_ns") * 2 >= span_ns)["value"]
     if len(late) >= MIN_QUEUED_SAMPLES and int(late.min()) > 0:  # type: ignore[arg-type]
         return "its queue never emptied"

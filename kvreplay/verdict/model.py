@@ -156,6 +156,9 @@ class FaultCount(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     name: str = ""
     outcomes: dict[str, int] = {}
+    followed: dict[str, int] = {}
+    """What it acted on as a whole instance: what became of requests (failed, stalled, unfinished) that this instance
+    served or fed, that came to it no earlier than the fault and that no fault named."""
 
 
 class Crash(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,6 +195,11 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     utilisation: float
     """Share of the virtual time in which it computed."""
+    busy: float | None = None
+    """Share of the time up to `busy_until_s` in which it computed; None if it never did."""
+    busy_until_s: float | None = None
+    """About when it computed last: an end or a first token there, if one lies between the sample of its usage that
+    shows the last of its work and the one before; else that sample. What comes after is a wait for timers only."""
     num_gpu_blocks: int = 0
     computed_tokens: int = 0
     loaded_tokens: int = 0

@@ -16,7 +16,8 @@ _SECONDS: Final = 1.0 / NS_PER_S
 
 class Outcomes(NamedTuple):
     requests: pl.DataFrame
-    """One row per client request: request_id, arrived_ns, outcome, cause, end_ns, first_token_ns, output_tokens."""
+    """One row per client request: request_id, arrived_ns, serving, producer, outcome, cause, end_ns, first_token_ns,
+    output_tokens."""
     stalls: list[Stall]
     overdue: list[Overdue]
 
@@ -175,6 +176,24 @@ def count_reasons(requests: pl.DataFrame) -> list[Reason]:
 def outcomes_of(requests: pl.DataFrame, names: Sequence[str]) -> Mapping[str, int]:
     rows = requests.filter(pl.col("request_id").is_in(list(names))).group_by("outcome").len().sort("outcome").rows()
     return dict(rows)
+
+
+def followers(requests: pl.DataFrame, acted: pl.DataFrame, named: pl.Series) -> list[str]:
+    """Requests that came to harm no earlier than a fault acted on the instance which served or fed them (`acted`: its
+    rows), less the `named`: what harmed those is known."""
+    since = acted.drop_nulls("instance").group_by("instance").agg(since_ns=pl.col("time_ns").min())
+    legs = pl.concat(
+        [requests.select("request_id", "outcome", "end_ns", instance=at) for at in ("serving", "producer")]
+    )
+    return (
+        legs.filter(
+            pl.col("outcome").is_in(["failed", "stalled", "unfinished"]), ~pl.col("request_id").is_in(named.implode())
+        )
+        .join(since, on="instance")
+        .filter(pl.col("end_ns").is_null() | (pl.col("end_ns") >= pl.col("since_ns")))["request_id"]
+        .unique(maintain_order=True)
+        .to_list()
+    )
 
 
 def latency(requests: pl.DataFrame) -> Latency:

@@ -10,12 +10,12 @@ import polars as pl
 
 from kvreplay.checkers.finding import Finding, recorded_findings
 from kvreplay.checkers.frames import rows_of
-from kvreplay.checkers.no_fatal import unfaulted_failures
+from kvreplay.checkers.no_fatal import is_of_whole_instance, unfaulted_failures
 from kvreplay.ids import NS_PER_S
 from kvreplay.verdict import counts
 from kvreplay.verdict.attach import Attached, StallKey, attach
 from kvreplay.verdict.model import Crash, FaultCount, InEffect, Requests, Stall, Summary, Violation
-from kvreplay.verdict.outcomes import count_reasons, count_requests, latency, outcomes, outcomes_of
+from kvreplay.verdict.outcomes import count_reasons, count_requests, followers, latency, outcomes, outcomes_of
 from kvreplay.verdict.tiers import tiers
 from kvreplay.verdict.verdict import Verdict, judge
 
@@ -56,10 +56,12 @@ def summarise(frame: pl.DataFrame, facts: RunFacts, findings: Sequence[Finding] 
     found = outcomes(frame, facts.path_timers_ns + overdue_after_ns)
     faults = _fault_rows(frame)
     requests = count_requests(found, unfaulted_failures(frame)["request_id"])
-    judged = _judge(frame, facts, found.stalls, requests, faults, findings)
+    fault_counts = _faults(faults, found.requests, facts.faults)
+    unfired = [fault.spec for fault in fault_counts if not fault.fired]
+    judged = _judge(frame, facts, found.stalls, requests, faults, findings, unfired=unfired)
     usage = counts.usage_samples(frame)
     arrived = found.requests["arrived_ns"]
-    instances = counts.instances(usage, facts.roles, virtual_ns, int(arrived[-1]) if len(arrived) else 0)
+    instances = counts.instances(frame, usage, facts.roles, virtual_ns, int(arrived[-1]) if len(arrived) else 0)
     return Summary(
         verdict=judged.verdict.word,
         exit_status=judged.verdict.status,
@@ -80,7 +82,7 @@ def summarise(frame: pl.DataFrame, facts: RunFacts, findings: Sequence[Finding] 
         tiers=tiers(frame, usage),
         evicted_blocks=counts.evicted(frame),
         violations=judged.violations,
-        faults=_faults(faults, found.requests, facts.faults),
+        faults=fault_counts,
         crashes=judged.crashes,
         latency_s=latency(found.requests),
         instances=instances,
@@ -103,6 +105,8 @@ def _judge(
     requests: Requests,
     faults: pl.DataFrame,
     findings: Sequence[Finding],
+    *,
+    unfired: Sequence[str],
 ) -> _Judged:
     """Attach what is implied to what implies it, and weigh the rest."""
     crashes = _crashes(frame)
@@ -114,7 +118,7 @@ def _judge(
     own_stalls = [_with_implied(stall, attached.by_stall.get(place)) for place, stall in enumerate(stalls)]
     own_crashes = [_with_implied(crash, attached.by_crash.get(place)) for place, crash in enumerate(crashes)]
     violations = _violations(attached, faults)
-    verdict = judge(requests, own_stalls, own_crashes, violations, facts.in_effect.fail_on)
+    verdict = judge(requests, own_stalls, own_crashes, violations, facts.in_effect.fail_on, unfired)
     return _Judged(verdict, own_stalls, own_crashes, violations)
 
 
@@ -170,16 +174,19 @@ def _faults(rows: pl.DataFrame, requests: pl.DataFrame, planned: Sequence[Planne
     seen = named["cause"].unique(maintain_order=True)
     known = {fault.spec for fault in planned}
     plan = [*planned, *(PlannedFault(spec=spec) for spec in seen if spec not in known)]
-    return [_fault(fault, named.filter(pl.col("cause") == fault.spec), requests) for fault in plan]
+    all_named = rows["request_id"].drop_nulls().unique()
+    return [_fault(fault, named.filter(pl.col("cause") == fault.spec), requests, all_named) for fault in plan]
 
 
-def _fault(fault: PlannedFault, rows: pl.DataFrame, requests: pl.DataFrame) -> FaultCount:
+def _fault(fault: PlannedFault, rows: pl.DataFrame, requests: pl.DataFrame, all_named: pl.Series) -> FaultCount:
     names = rows["request_id"].drop_nulls().unique(maintain_order=True).to_list()
     moments = rows.select("time_ns", "instance", "peer").n_unique() if rows.height else 0
+    followed = followers(requests, rows.filter(is_of_whole_instance()), all_named)
     return FaultCount(
         spec=fault.spec,
         name=fault.name or (rows["status"][0] if rows.height else ""),
         fired=moments if fault.fired is None else fault.fired,
         requests=len(names),
         outcomes=dict(outcomes_of(requests, names)),
+        followed=dict(outcomes_of(requests, followed)),
     )

@@ -9,7 +9,7 @@ from kvreplay.errors import ConfigError
 from kvreplay.verdict.exit_status import ExitStatus
 from kvreplay.verdict.model import DEFAULT_FAIL_ON, Crash, Requests, Stall, Violation, Word
 
-FAIL_ON: Final = ("crashed", "stalled", "violated", "failed", "overdue")
+FAIL_ON: Final = ("crashed", "stalled", "violated", "failed", "overdue", "unfired")
 
 
 WORDS: Final[dict[ExitStatus, Word]] = {
@@ -55,10 +55,12 @@ def judge(
     crashes: Sequence[Crash],
     violations: Sequence[Violation],
     fail_on: Sequence[str] = DEFAULT_FAIL_ON,
+    unfired: Sequence[str] = (),
 ) -> Verdict:
     """Crashed before stalled before violated before passed; what `fail_on` leaves out is only mentioned.
 
     `violations` are the independent ones: what a stall or a crash implies is attached to it, not among them.
+    `unfired`: faults that never fired.
     """
     sentences = {
         "crashed": (ExitStatus.CRASHED, _say_crashes(crashes)),
@@ -66,6 +68,7 @@ def judge(
         "violated": (ExitStatus.VIOLATED, _say_violations(violations)),
         "failed": (ExitStatus.VIOLATED, _say(requests.failed, "failed")),
         "overdue": (ExitStatus.VIOLATED, _say(requests.overdue, "ended overdue")),
+        "unfired": (ExitStatus.VIOLATED, f"never fired: {', '.join(unfired)}" if unfired else ""),
     }
     for word in FAIL_ON:
         status, sentence = sentences[word]

@@ -28,6 +28,13 @@ def test_a_finding_without_a_place_stays_one(frame_of: FrameOf) -> None:
     assert recorded_findings(frame_of(finding.to_event())) == [finding]
 
 
+def test_what_was_found_later_keeps_its_time(frame_of: FrameOf) -> None:
+    finding = Finding(CONTENT, 5, "wrong", "D0", "r1")
+    event = finding.to_event(found_ns=9)
+    assert event.time_ns == 9
+    assert recorded_findings(frame_of(event)) == [finding]
+
+
 def test_content_reads_back_its_own_findings_only(frame_of: FrameOf) -> None:
     frame = frame_of(
         Event("violation", 5, "D0", block_ids=[3], status=CONTENT, cause="wrong"),

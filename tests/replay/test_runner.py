@@ -7,7 +7,8 @@ import pytest
 from kvreplay.errors import TraceError
 from kvreplay.events import DETAIL_BLOCKS
 from kvreplay.replay.config_load import load_config
-from kvreplay.replay.runner import find_trace, open_trace, trace_config
+from kvreplay.replay.presets import find_trace
+from kvreplay.replay.runner import open_trace, trace_config
 from kvreplay.trace.reader import read_trace
 from kvreplay.trace.schema import TraceMetadata
 from kvreplay.trace.workload import Workload, read_workload, write_workload
@@ -68,6 +69,18 @@ class TestOutput:
         assert metadata.source["options"]["limit"] == 2
         assert str(tmp_path) not in str(metadata.source)
         assert load_config(trace_config=trace_config(read_trace(output))).config == pair()
+
+    def test_what_a_checker_finds_at_the_end_has_the_time_of_the_breach(self, tmp_path: Path) -> None:
+        """The row can only come last; what it tells of happened when the request failed."""
+        output = tmp_path / "out.parquet"
+        summary = judge(tmp_path, pair(), CLIENTS, "mooncake.bootstrap-stale-addr", output=output)
+        ends = read_trace(output).rows(("request.failed",), ("request_id", "instance", "time_ns")).to_pylist()
+        failed_s = {row["request_id"]: row["time_ns"] / 1e9 for row in ends if row["instance"] == "D0"}
+        found = {finding.request_id: finding.time_s for finding in summary.violations if finding.checker == "NO-FATAL"}
+        assert found
+        assert all(failed_s[name] == time_s < summary.virtual_seconds for name, time_s in found.items())
+        rows = read_trace(output).rows(("violation",), ("time_ns",)).to_pylist()
+        assert {row["time_ns"] / 1e9 for row in rows} == {summary.virtual_seconds}
 
     def test_finer_details_change_neither_fingerprint_nor_summary(self, tmp_path: Path) -> None:
         coarse = judge(tmp_path, pair(), CLIENTS)

@@ -10,7 +10,8 @@ from kvreplay.faults.plan import make_plan
 from kvreplay.faults.registry import VERBS
 from kvreplay.faults.verb import MessageVerb
 from kvreplay.replay.config_load import load_config
-from kvreplay.replay.runner import RunOptions, find_trace, run_trace
+from kvreplay.replay.presets import find_trace
+from kvreplay.replay.runner import RunOptions, run_trace
 from kvreplay.trace.importers.mooncake import read_mooncake
 from kvreplay.trace.reader import read_trace
 from kvreplay.trace.schema import TraceMetadata

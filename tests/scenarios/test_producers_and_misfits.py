@@ -180,5 +180,5 @@ class TestStarts:
         assert [node.is_up for node in played.cluster.nodes] == [True, True]
 
     def test_a_consumer_registers_nowhere(self) -> None:
-        with pytest.raises(ConfigError, match="instance=D0 matches no instance of P0"):
+        with pytest.raises(ConfigError, match="instance=D0 matches no instance, expected P0"):
             play(pair(), ONE, "mooncake.register-conflict:instance=D0")

@@ -240,6 +240,31 @@ def test_instances_are_summed_from_usage(sum_up: SumUp) -> None:
     assert (summary.computed_tokens, summary.loaded_tokens) == (645, 64)
 
 
+def test_busy_is_over_the_time_up_to_the_last_work(sum_up: SumUp) -> None:
+    """A wait of 540 s for a timer at the end of a run says nothing of how busy an instance was."""
+    summary = sum_up(
+        *arrivals("r1"),
+        *usage("P0", 10, busy_ns=ns(2)),
+        *usage("D0", 10, busy_ns=ns(0)),
+        *finished("r1", 16, 8),
+        *usage("P0", 20, busy_ns=ns(2)),
+        *usage("D0", 20, busy_ns=ns(4)),
+        *usage("P0", 560, busy_ns=ns(2)),
+        *usage("D0", 560, busy_ns=ns(4)),
+    )
+    producer, consumer = summary.instances
+    assert (producer.busy, producer.busy_until_s) == (0.5, 4.0)
+    assert (consumer.busy, consumer.busy_until_s) == (0.25, 16.0)
+    assert consumer.utilisation == round(4 / 560, 6)
+
+
+def test_without_a_sign_of_it_work_ends_with_the_sample_that_shows_it(sum_up: SumUp) -> None:
+    samples = [*usage("D0", 10, busy_ns=ns(5)), *usage("D0", 20, busy_ns=ns(5)), *usage("P0", 20, busy_ns=0)]
+    idle, busy = sum_up(arrived("r1"), *samples).instances
+    assert (busy.busy, busy.busy_until_s) == (0.5, 10.0)
+    assert (idle.busy, idle.busy_until_s) == (None, None)
+
+
 def test_counters_survive_a_restart(sum_up: SumUp) -> None:
     samples = [
         event for at, steps in ((10, 100), (20, 150), (30, 20), (40, 30)) for event in usage("D0", at, steps=steps)
@@ -251,7 +276,7 @@ def test_counters_survive_a_restart(sum_up: SumUp) -> None:
     ("busy_s", "waiting", "overloaded"),
     [
         ((9, 18, 27, 36), (1, 0, 1, 0), None),
-        ((10, 20, 30, 39), (0, 0, 0, 0), "computed 98% of the time"),
+        ((10, 20, 30, 39), (0, 0, 0, 0), "computed 98 % of the time"),
         ((9, 18, 27, 36), (0, 2, 3, 1), "its queue never emptied"),
         ((9, 18, 27, 36), (5, 2, 3, 0), None),
     ],
@@ -309,6 +334,21 @@ def test_faults_are_listed_as_planned_with_what_became_of_their_requests(sum_up:
     assert (unfired.spec, unfired.fired, unfired.requests) == ("corrupt:nth=7", 0, 0)
     assert (fired.spec, fired.name, fired.fired, fired.requests) == ("timeout:p=0.5", "timeout", 2, 2)
     assert fired.outcomes == {"failed": 1, "finished": 1}
+
+
+def test_a_fault_on_an_instance_explains_what_fails_there_later(sum_up: SumUp) -> None:
+    crash = Event("fault.injected", ns(4), "P0", 1, "r1", status="peer-crash", cause="peer-crash:at=4s")
+    summary = sum_up(
+        *arrivals("r1", "r2", "r3", "r4", "r5"),
+        on("D0", "request.failed", "r5", 3, num_tokens=0, cause="before it"),
+        crash,
+        fault("r4", 5),
+        *(on("D0", "request.failed", name, 9, num_tokens=0, cause="load") for name in ("r1", "r2", "r4")),
+        *finished("r3", 9, 2),
+    )
+    crashed, named = summary.faults
+    assert (crashed.requests, crashed.outcomes, crashed.followed) == (1, {"failed": 1}, {"failed": 1})
+    assert (named.requests, named.outcomes, named.followed) == (1, {"failed": 1}, {})
 
 
 def test_without_the_plan_s_count_rows_of_one_moment_are_one_firing(sum_up: SumUp) -> None:

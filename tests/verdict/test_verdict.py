@@ -84,6 +84,16 @@ def test_failed_and_overdue_count_only_where_asked(
     assert (word in verdict.reason) == (word == "failed" or status == ExitStatus.VIOLATED)
 
 
+def test_a_fault_that_never_fired_counts_only_where_asked() -> None:
+    clean = requests(total=2, finished=2)
+    assert judge(clean, [], [], [], unfired=["slow:nth=9"]).status == ExitStatus.PASSED
+    assert judge(clean, [], [], [], ("unfired",), ["slow:nth=9", "abort"]) == (
+        ExitStatus.VIOLATED,
+        "never fired: slow:nth=9, abort",
+    )
+    assert judge(clean, [], [], [], ("unfired",)).status == ExitStatus.PASSED
+
+
 def test_what_is_left_out_is_still_said() -> None:
     verdict = judge(requests(total=2, finished=2), [], [CRASH], [], ("stalled",))
     assert verdict == (
