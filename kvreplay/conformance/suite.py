@@ -132,5 +132,8 @@ def default_places() -> list[Path]:
     """Where the project keeps its vectors, seen from its root. Raises ConfigError elsewhere."""
     place = Path("tests/conformance")
     if not place.is_dir():
-        raise ConfigError("name a file or a folder of vectors: there is no tests/conformance in the current folder")
+        raise ConfigError(
+            "name a file or a folder of vectors: there is no tests/conformance in the current folder; vectors are part "
+            "of kvreplay's source, not of what pip installs"
+        )
     return [place]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Final
 
-from kvreplay.report.layout import INDENT, Column, Line, Section, more, table, title
+from kvreplay.report.layout import INDENT, Column, Line, Section, more, table, title, verbatim
 from kvreplay.report.sparkline import columns, sparkline
 from kvreplay.report.words import causes, duration, number, percent, share
 from kvreplay.verdict.model import Series, Summary
@@ -11,6 +11,7 @@ from kvreplay.verdict.verdict import plural
 
 MAX_INSTANCES: Final = 32
 MAX_PLOT_WIDTH: Final = 120
+_MIN_PLOT_WIDTH: Final = 10
 
 _LEFT, _RIGHT = Column(""), Column("", "right")
 
@@ -53,7 +54,7 @@ def instances_section(summary: Summary) -> Section:
         (
             instance.id,
             instance.role,
-            percent(instance.utilisation),
+            percent(instance.utilisation if instance.busy is None else instance.busy),
             number(instance.steps),
             f"{number(instance.peak_blocks)} of {number(instance.num_gpu_blocks)}",
             number(instance.preemptions),
@@ -72,15 +73,22 @@ def over_time_section(summary: Summary, width: int, *, ascii_only: bool) -> Sect
     if not lines:
         return
     end = max(line.time_s[-1] for line in summary.series)
-    yield title("Over time", f"samples from 0 to {duration(end)}, summed per role")
+    most_samples = max(len(line.time_s) for line in summary.series)
+    yield title("Over time", f"{plural(most_samples, 'sample')} from 0 to {duration(end)}, summed per role")
     roles = max(len(line.role) for line in summary.series)
     labels = [f"{line.role:{roles}}  {name}" for line, name, _, _ in lines]
     tops = [f"most {number(max(values))}" + (f" of {number(top)}" if top else "") for _, _, values, top in lines]
-    taken = INDENT + max(map(len, labels)) + len("  ||  ") + max(map(len, tops))
-    room = max(10, min(width, MAX_PLOT_WIDTH) - taken)
+    label_width = max(map(len, labels))
+    room = min(width, MAX_PLOT_WIDTH) - INDENT - label_width - len("  ||")
+    beside = room - len("  ") - max(map(len, tops))
     for (line, _, values, top), label, most in zip(lines, labels, tops, strict=True):
-        drawn = sparkline(columns(line.time_s, values, end, room), top or max(values), ascii_only=ascii_only)
-        yield Line(f"{label:{max(map(len, labels))}}  |{drawn}|  {most}", indent=INDENT)
+        plotted = columns(line.time_s, values, end, max(beside if beside >= _MIN_PLOT_WIDTH else room, 1))
+        drawn = f"{label:{label_width}}  |{sparkline(plotted, top or max(values), ascii_only=ascii_only)}|"
+        if beside >= _MIN_PLOT_WIDTH:
+            yield verbatim(f"{drawn}  {most}", INDENT)
+        else:
+            yield verbatim(drawn, INDENT)
+            yield Line(most, indent=2 * INDENT)
 
 
 def _gauges(line: Series) -> Iterator[tuple[str, list[int], int]]:

@@ -10,13 +10,13 @@ from rich.console import Console
 from kvreplay.conformance.compare import Difference
 from kvreplay.conformance.finding import VectorFinding
 from kvreplay.conformance.suite import Outcome, Result, Tally, tallies
-from kvreplay.report.layout import Column, Line, table
+from kvreplay.report.layout import Column, Line, Rows, print_part
 
 MAX_SHOWN: Final = 6
 """Fields of the step that differs; the others are counted."""
 
 _STYLES: Final = {Result.EQUAL: "green", Result.DIFFERS: "bold red", Result.SKIPPED: "yellow"}
-_INDENT: Final = "  "
+_INDENT: Final = 2
 
 
 def print_outcome(console: Console, outcome: Outcome) -> None:
@@ -26,16 +26,14 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
         rest = outcome.reason
     elif outcome.differences and outcome.differences[0].step is not None:
         rest = f"step {outcome.differences[0].step}"
-    console.print(
-        Line(f"{outcome.result:<7}  {outcome.path}" + (f"  {rest}" if rest else ""), style=_STYLES[outcome.result]),
-        soft_wrap=True,
-    )
+    line = f"{outcome.result:<7}  {outcome.path}" + (f"  {rest}" if rest else "")
+    print_part(console, Line(line, style=_STYLES[outcome.result]))
     if outcome.differences:
         _print_differences(console, outcome.differences)
     for finding in outcome.findings[:MAX_SHOWN]:
-        console.print(Line(_INDENT + _finding_line(finding), style="red"), soft_wrap=True)
+        print_part(console, Line(_finding_line(finding), style="red", indent=_INDENT))
     if len(outcome.findings) > MAX_SHOWN:
-        console.print(Line(f"{_INDENT}... and {len(outcome.findings) - MAX_SHOWN} more", style="dim"))
+        print_part(console, Line(f"... and {len(outcome.findings) - MAX_SHOWN} more", "dim", _INDENT))
 
 
 def _finding_line(finding: VectorFinding) -> str:
@@ -50,11 +48,12 @@ def _finding_line(finding: VectorFinding) -> str:
 
 
 def _print_differences(console: Console, differences: Sequence[Difference]) -> None:
-    rows = [(_INDENT + each.field, _shown(each.expected), _shown(each.got)) for each in differences[:MAX_SHOWN]]
-    columns = [Column(_INDENT + "field", fold=True), Column("expected", fold=True), Column("got", fold=True)]
-    console.print(table(columns, rows))
+    rows = [(each.field, _shown(each.expected), _shown(each.got)) for each in differences[:MAX_SHOWN]]
+    columns = [Column(name, fold=True) for name in ("field", "expected", "got")]
+    print_part(console, Rows(columns, rows, indent=2 * _INDENT))
     if len(differences) > MAX_SHOWN:
-        console.print(Line(f"{_INDENT}... and {len(differences) - MAX_SHOWN} more fields of this step", style="dim"))
+        rest = len(differences) - MAX_SHOWN
+        print_part(console, Line(f"... and {rest} more fields of this step", "dim", _INDENT))
 
 
 def _shown(value: Any) -> str:  # noqa: ANN401 - JSON
@@ -75,7 +74,7 @@ def print_skipped(console: Console, outcomes: Iterable[Outcome], reason: str) ->
 def print_tallies(console: Console, outcomes: Iterable[Outcome]) -> None:
     for tally in tallies(outcomes):
         style = "bold red" if tally.differ else "bold green" if tally.equal else "bold"
-        console.print(Line(tally_line(tally), style=style), soft_wrap=True)
+        print_part(console, Line(tally_line(tally), style=style))
 
 
 def tally_line(tally: Tally) -> str:

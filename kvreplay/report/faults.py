@@ -3,17 +3,17 @@
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 from kvreplay.faults.registry import settings_of
 from kvreplay.faults.spec import COMMON_KEYS, default_of, write_setting
-from kvreplay.report.layout import Section, Trimmed, print_sections, title
+from kvreplay.report.layout import Column, Line, Rows, Section, print_sections, title
 from kvreplay.sim.catalogue import FaultRow, Setting
 
 _NAME_WIDTH = 18
 """Longer names stand on a line of their own, so that the text beside them keeps its width."""
+_NAME_STYLE = "bold cyan"
 
 
 def print_catalogue(rows: Iterable[FaultRow], console: Console) -> None:
@@ -40,24 +40,27 @@ def sections_of(rows: Iterable[FaultRow]) -> Iterator[tuple[str, list[FaultRow]]
 
 
 def _row(row: FaultRow) -> Section:
-    details = Table.grid(padding=(0, 1))
-    details.add_column(width=_NAME_WIDTH)
-    details.add_column(style="dim", no_wrap=True)
-    details.add_column(overflow="fold")
     is_short = len(row.name) <= _NAME_WIDTH
-    details.add_row(Text(row.name if is_short else "", style="bold cyan"), "models", Text(row.models))
-    place = "" if row.target == row.verb else f" on {row.target}"
-    details.add_row("", "acts", Text.assemble((row.verb, "bold"), place))
-    for name, setting in settings_of(row).items():
-        details.add_row("", "setting", _setting(name, setting))
-    details.add_row("", "survives", Text(row.survives))
-    yield Trimmed(details if is_short else Group(Text(row.name, style="bold cyan"), details))
+    if not is_short:
+        yield Line(row.name, style=_NAME_STYLE)
+    target = "" if row.target == row.verb else f" on {row.target}"
+    details: list[tuple[str, Text]] = [
+        ("models", Text(row.models)),
+        ("acts", Text.assemble((row.verb, "bold"), target)),
+        *(("setting", _setting(name, setting)) for name, setting in settings_of(row).items()),
+        ("survives", Text(row.survives)),
+    ]
+    rows = [
+        (Text(f"{row.name if is_short and not place else '':{_NAME_WIDTH}}", _NAME_STYLE), Text(what, "dim"), said)
+        for place, (what, said) in enumerate(details)
+    ]
+    yield Rows([Column(""), Column(""), Column("", fold=True)], rows, indent=0, gap=1)
 
 
-def _setting(name: str, setting: Setting) -> RenderableType:
+def _setting(name: str, setting: Setting) -> Text:
     default = write_setting(setting, default_of(setting))
     kind = kind_of(setting)
-    return Text.assemble((f"{name}={default}", "green"), f"  {setting.doc}", (f"  ({kind})" if kind else "", "dim"))
+    return Text.assemble((f"{name}={default}", "green"), f" {setting.doc}", (f" ({kind})" if kind else "", "dim"))
 
 
 def kind_of(setting: Setting) -> str:
@@ -67,10 +70,6 @@ def kind_of(setting: Setting) -> str:
 
 def _keys() -> Section:
     yield title("Keys of every fault", "where they mean something")
-    keys = Table.grid(padding=(0, 2))
-    keys.add_column(no_wrap=True)
-    keys.add_column(overflow="fold")
-    for key, meaning in COMMON_KEYS.items():
-        keys.add_row(Text(key, style="green"), Text(meaning.doc))
-    yield Text("")
-    yield Trimmed(keys)
+    rows = [(Text(key, style="green"), meaning.doc) for key, meaning in COMMON_KEYS.items()]
+    yield Line("")
+    yield Rows([Column(""), Column("", fold=True)], rows, indent=0)

@@ -1,11 +1,15 @@
-"""Pieces that every section of a terminal report is made of: titles, lines and plain tables."""
+"""Pieces that every section of a terminal report is made of: titles, lines and plain tables.
 
+All of them keep to the console's width, and break between words only (or between the settings of a fault): a word that
+is longer than a line, such as a path, stays whole, so that it can be copied and found with grep.
+"""
+
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.segment import Segment
-from rich.table import Table
 from rich.text import Text
 
 from kvreplay.report.words import safe
@@ -16,6 +20,13 @@ Section: TypeAlias = Iterator[RenderableType]
 INDENT = 2
 WIDE = 120
 """From this many columns on, tables show what is only nice to know."""
+_GAP: Final = 2
+_HANG: Final = 2
+"""What goes on in the next line is so much further in."""
+
+_BREAK: Final = re.compile(r"(?<!\d) +| +(?=\d)|(?<=,)(?=[^\s\d])|(?<=\|)(?=[^\s|])")
+"""Blanks, which go, but none after a number, which belongs to what follows; and within `a=1,b=2` or `a|b`, but not
+within `12,031`."""
 
 
 class Column(NamedTuple):
@@ -26,33 +37,125 @@ class Column(NamedTuple):
     fold: bool = False
 
 
-class Line(Text):
-    """Text that is printed on one line however long it is, so that it can be copied, or found with grep."""
+class Line:
+    """Text in one line where it fits; else it goes on further in."""
 
-    def __init__(self, text: str, style: str = "", indent: int = 0) -> None:
-        super().__init__(" " * indent + safe(text), style=style)
-
-
-class Trimmed:
-    """A renderable without the blanks at the ends of its lines."""
-
-    def __init__(self, renderable: RenderableType) -> None:
-        self.renderable = renderable
+    def __init__(self, text: str | Text, style: str = "", indent: int = 0) -> None:
+        self._text = _text(text, style)
+        self._indent = indent
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for line in console.render_lines(self.renderable, options, pad=False):
-            yield from _without_trailing_blanks(line)
-            yield Segment.line()
+        indent = self._indent
+        for part in broken(self._text, options.max_width - indent, _HANG) or [Text("")]:
+            yield _whole(Text(" " * indent), part)
+            indent = self._indent + _HANG
 
 
-def _without_trailing_blanks(line: Sequence[Segment]) -> Iterator[Segment]:
-    end = len(line)
-    while end and not line[end - 1].text.strip():
-        end -= 1
-    yield from line[: max(end - 1, 0)]
-    if end:
-        last = line[end - 1]
-        yield Segment(last.text.rstrip(), last.style, last.control)
+class Rows:
+    """Cells in columns that are aligned by blanks; titles only if one is given.
+
+    What does not fit beside each other, even with all that may fold folded, goes on in the next line, further in.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        rows: Sequence[Sequence[str | Text]],
+        *,
+        indent: int = INDENT,
+        gap: int = _GAP,
+    ) -> None:
+        self._columns = columns
+        self._lines = [[_text(cell) for cell in row] for row in rows]
+        if any(column.title for column in columns):
+            self._lines.insert(0, [Text(column.title, style="dim") for column in columns])
+        self._indent = indent
+        self._gap = gap
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        bands = list(self._bands(options.max_width))
+        for line in self._lines:
+            for start, widths in bands:
+                yield from self._in_columns(line, start, widths)
+
+    def _bands(self, width: int) -> Iterator[tuple[int, list[int]]]:
+        """Which columns stand beside each other: the first of them, and how wide each is."""
+        least = [self._least(place) for place in range(len(self._columns))]
+        start = 0
+        while start < len(least):
+            room = width - self._indent_of(start)
+            end = start + 1
+            while end < len(least) and self._span(least[start : end + 1]) <= room:
+                end += 1
+            yield start, self._widths(start, least[start:end], room)
+            start = end
+
+    def _indent_of(self, start: int) -> int:
+        return self._indent + (2 * _HANG if start else 0)
+
+    def _span(self, widths: Sequence[int]) -> int:
+        return sum(widths) + self._gap * (len(widths) - 1)
+
+    def _least(self, place: int) -> int:
+        cells = [line[place] for line in self._lines]
+        if not self._columns[place].fold:
+            return max((cell.cell_len for cell in cells), default=0)
+        return max((cell_len(cell.plain[start:end]) for cell in cells for start, end in _words(cell.plain)), default=0)
+
+    def _widths(self, start: int, least: Sequence[int], room: int) -> list[int]:
+        """The widest gives way first, as far as its longest word lets it."""
+        cells = [max((line[start + place].cell_len for line in self._lines), default=0) for place in range(len(least))]
+        widths = [min(cell, max(words, room)) for cell, words in zip(cells, least, strict=True)]
+        while self._span(widths) > room and widths != list(least):
+            _, widest = max((width, place) for place, width in enumerate(widths) if width > least[place])
+            widths[widest] -= 1
+        return widths
+
+    def _in_columns(self, line: Sequence[Text], start: int, widths: Sequence[int]) -> Iterator[Text]:
+        folded = [broken(line[start + place], width) for place, width in enumerate(widths)]
+        for height in range(max(1, *map(len, folded))):
+            parts = [Text(" " * self._indent_of(start))]
+            for place, (lines, width) in enumerate(zip(folded, widths, strict=True)):
+                text = lines[height] if height < len(lines) else Text("")
+                blanks = Text(" " * (width - text.cell_len))
+                gap = Text(" " * self._gap)
+                parts += [blanks, text, gap] if self._columns[start + place].align == "right" else [text, blanks, gap]
+            yield _whole(*parts)
+
+
+def _text(text: str | Text, style: str = "") -> Text:
+    return text if isinstance(text, Text) else Text(safe(text), style=style)
+
+
+def _words(plain: str) -> Iterator[tuple[int, int]]:
+    """Start and end of what stays whole; blanks are in none of them."""
+    start = 0
+    for match in _BREAK.finditer(plain):
+        if match.start() > start:
+            yield start, match.start()
+        start = match.end()
+    if start < len(plain):
+        yield start, len(plain)
+
+
+def broken(text: Text, width: int, hang: int = 0) -> list[Text]:
+    """`text` in lines of `width` at most, but that a longer word stays whole; all but the first have `hang` columns
+    less. None where there is nothing but blanks."""
+    lines: list[tuple[int, int]] = []
+    for start, end in _words(text.plain):
+        room = width - (hang if lines[1:] else 0)
+        if lines and cell_len(text.plain[lines[-1][0] : end]) <= room:
+            lines[-1] = (lines[-1][0], end)
+        else:
+            lines.append((start, end))
+    return [text[start:end] for start, end in lines]
+
+
+def _whole(*parts: Text) -> Text:
+    """A line without blanks at its end."""
+    line = Text.assemble(*parts, no_wrap=True, overflow="ignore")
+    line.rstrip()
+    return line
 
 
 def print_sections(console: Console, sections: Iterable[Section]) -> None:
@@ -62,37 +165,30 @@ def print_sections(console: Console, sections: Iterable[Section]) -> None:
         is_start = not is_first
         for part in section:
             if is_start:
-                console.print()
+                print_part(console, "")
             is_start = is_first = False
-            console.print(part, highlight=False, soft_wrap=isinstance(part, Line))
+            print_part(console, part)
 
 
-def title(text: str, rest: str = "") -> Text:
+def print_part(console: Console, part: RenderableType) -> None:
+    """A part breaks its lines itself; what it left longer than the console is wide is not to be broken or cut."""
+    console.print(part, highlight=False, no_wrap=True, overflow="ignore", crop=False)
+
+
+def title(text: str, rest: str = "") -> Line:
     """`Requests  12,031 in all`: what follows, and its sum."""
     head = Text(text, style="bold")
-    return head.append(f"  {safe(rest)}", style="not bold") if rest else head
+    return Line(head.append(f"  {safe(rest)}", style="not bold") if rest else head)
 
 
-def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Trimmed:
-    """Columns aligned by blanks; titles only if one is given. Cells are foreign text and taken as they are."""
-    grid = Table(
-        box=None,
-        show_header=any(column.title for column in columns),
-        header_style="dim",
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
-    grid.add_column("", width=0, no_wrap=True)
-    for column in columns:
-        grid.add_column(
-            Text(column.title),
-            justify=column.align,
-            no_wrap=not column.fold,
-            overflow="fold",
-        )
-    for row in rows:
-        grid.add_row("", *(Text(safe(cell)) for cell in row))
-    return Trimmed(grid)
+def verbatim(text: str, indent: int = 0) -> Text:
+    """One line, however long: what must be taken as it is."""
+    return Text(" " * indent + safe(text))
+
+
+def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Rows:
+    """Cells are foreign text and taken as they are."""
+    return Rows(columns, rows)
 
 
 def more(num_left_out: int, what: str) -> Line:

@@ -1,12 +1,10 @@
 """Profiles and behaviours, for people."""
 
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 from kvreplay.behaviour import DEFAULT_PROFILE, PROFILES, SWITCHES
-from kvreplay.report.layout import Column, Section, Trimmed, print_sections, table, title
+from kvreplay.report.layout import Column, Line, Rows, Section, print_sections, table, title
 
 _INDENT = 4
 
@@ -33,18 +31,14 @@ def told_apart(profile: str) -> str:
 def _switch(name: str) -> Section:
     """A switch, where it is documented in public, what each value does, and in which profiles."""
     switch = SWITCHES[name]
-    yield Trimmed(Text.assemble((name, "bold"), "  ", (switch.models, "dim")))
-    values = Table.grid(padding=(0, 2))
-    values.add_column(no_wrap=True)
-    values.add_column()
+    yield Line(Text.assemble((name, "bold"), "  ", (switch.models, "dim")))
+    rows = []
     for value, meaning in switch.values.items():
-        values.add_row(Text(value, style="bold"), _meaning(name, value, meaning))
-    yield Trimmed(Padding(values, (0, 0, 0, _INDENT), expand=False))
-
-
-def _meaning(name: str, value: str, meaning: str) -> RenderableType:
-    place = where(name, value)
-    return Group(Text(meaning), Text(place, style="cyan")) if place else Text(meaning)
+        rows.append((Text(value, style="bold"), Text(meaning)))
+        place = where(name, value)
+        if place:
+            rows.append((Text(""), Text(place, style="cyan")))
+    yield Rows([Column(""), Column("", fold=True)], rows, indent=_INDENT)
 
 
 def where(name: str, value: str) -> str:

@@ -8,32 +8,43 @@ from kvreplay.verdict.model import DEFAULT_FAIL_ON, InEffect
 _DEFAULTS = InEffect(trace="", config="", config_origin="", profile="", profile_origin="", policy="", policy_origin="")
 
 
-def command(in_effect: InEffect) -> str:
-    """As short as it can be: what came from elsewhere than the command line comes from there again."""
-    return shlex.join(["kvreplay", "run", in_effect.trace, *_options(in_effect)])
+def command_lines(in_effect: InEffect, width: int) -> list[str]:
+    """As short as it can be: what came from elsewhere than the command line comes from there again.
+
+    Parted between options where it is longer than `width`, as a shell takes it.
+    """
+    lines: list[str] = []
+    for words in (["kvreplay", "run", in_effect.trace], *_options(in_effect)):
+        part = shlex.join(words)
+        if lines and len(lines[-1]) + len(part) + len("  \\") <= width:
+            lines[-1] += f" {part}"
+        else:
+            lines.append(f"  {part}" if lines else part)
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
 
 
-def _options(in_effect: InEffect) -> Iterator[str]:
+def _options(in_effect: InEffect) -> Iterator[list[str]]:
     for flag, value, origin in (
         ("--config", in_effect.config, in_effect.config_origin),
         ("--profile", in_effect.profile, in_effect.profile_origin),
         ("--policy", in_effect.policy, in_effect.policy_origin),
     ):
         if basis(origin) == flag:
-            yield from (flag, value)
+            yield [flag, value]
     yield from _each("--set", in_effect.settings)
     yield from _each("--behaviour", in_effect.behaviours)
     yield from _each("--plan", [in_effect.plan] if in_effect.plan else [])
     yield from _each("--inject", in_effect.injected)
     if in_effect.limit is not None:
-        yield from ("--limit", str(in_effect.limit))
+        yield ["--limit", str(in_effect.limit)]
     if in_effect.fail_on != DEFAULT_FAIL_ON:
-        yield from ("--fail-on", ",".join(in_effect.fail_on) or "none")
+        yield ["--fail-on", ",".join(in_effect.fail_on) or "none"]
     if in_effect.overdue_after_s != _DEFAULTS.overdue_after_s:
-        yield from ("--overdue-after", f"{in_effect.overdue_after_s:g}")
+        yield ["--overdue-after", f"{in_effect.overdue_after_s:g}"]
     if in_effect.time_scale is not None:
-        yield from ("--transport", in_effect.transport, "--time-scale", f"{in_effect.time_scale:g}")
-    yield from ("--seed", str(in_effect.seed))
+        yield ["--transport", in_effect.transport]
+        yield ["--time-scale", f"{in_effect.time_scale:g}"]
+    yield ["--seed", str(in_effect.seed)]
 
 
 def basis(origin: str) -> str:
@@ -41,6 +52,6 @@ def basis(origin: str) -> str:
     return origin.split(" --")[0]
 
 
-def _each(flag: str, values: Sequence[str]) -> Iterator[str]:
+def _each(flag: str, values: Sequence[str]) -> Iterator[list[str]]:
     for value in values:
-        yield from (flag, value)
+        yield [flag, value]

@@ -8,7 +8,12 @@ _ASCII: Final = " .:-=+*#@"
 
 
 def columns(times: Sequence[float], values: Sequence[int], end: float, width: int) -> list[int]:
-    """The highest value in each of `width` equal slices of [0, end]; where none was taken, the last one holds."""
+    """The highest value in each of `width` equal slices of [0, end]; where none was taken, the last one holds.
+
+    Where there are fewer values than that, they stand side by side: a line is no longer than what is known.
+    """
+    if len(values) <= width:
+        return list(values)
     highest: list[int | None] = [None] * width
     for time, value in zip(times, values, strict=True):
         place = min(int(time / end * width), width - 1) if end > 0 else 0

@@ -8,12 +8,13 @@ from rich.text import Text
 
 from kvreplay.report.accounts import evicted_section, instances_section, over_time_section, recomputed_section
 from kvreplay.report.baseline import baseline_section
-from kvreplay.report.layout import INDENT, Column, Line, Section, print_sections, table, title
-from kvreplay.report.reproduce import basis, command
+from kvreplay.report.layout import INDENT, Column, Line, Section, print_sections, table, title, verbatim
+from kvreplay.report.reproduce import basis, command_lines
 from kvreplay.report.tiers import tiers_section
 from kvreplay.report.trouble import crashes_section, stalled_section, violations_section
 from kvreplay.report.words import causes, duration, listed, number, share
-from kvreplay.verdict.model import InEffect, Percentiles, Summary
+from kvreplay.verdict.model import FaultCount, InEffect, Percentiles, Summary
+from kvreplay.verdict.verdict import plural
 
 _STYLES: Final = {"passed": "bold green", "violated": "bold yellow", "stalled": "bold magenta", "crashed": "bold red"}
 
@@ -37,14 +38,14 @@ def print_report(summary: Summary, console: Console) -> None:
         instances_section(summary),
         over_time_section(summary, console.width, ascii_only=console.options.ascii_only),
         _in_effect(summary),
-        _reproduce(summary),
+        _reproduce(summary, console.width),
     )
     print_sections(console, sections)
 
 
 def _verdict(summary: Summary) -> Section:
     head = Text(summary.verdict.upper(), style=_STYLES.get(summary.verdict, "bold"))
-    yield head.append(f"  exit status {summary.exit_status}", style="not bold")
+    yield Line(head.append(f"  exit status {summary.exit_status}", style="not bold"))
     yield Line(summary.reason)
     for warning in _warnings(summary):
         yield Line(f"! {warning}", style="yellow")
@@ -109,12 +110,17 @@ def _faults(summary: Summary) -> Section:
             fault.spec,
             number(fault.fired) if fault.fired else "never",
             number(fault.requests),
-            listed(fault.outcomes) or "-",
+            _became(fault),
         )
         for fault in summary.faults
     ]
-    headers = [Column("fault", fold=True), Column("fired", "right"), Column("requests", "right")]
+    headers = [Column("fault", fold=True), Column("fired", "right"), Column("named", "right")]
     yield table([*headers, Column("what became of them", fold=True)], rows)
+
+
+def _became(fault: FaultCount) -> str:
+    parts = [listed(fault.outcomes), f"not named: {listed(fault.followed)} later" if fault.followed else ""]
+    return "; ".join(filter(None, parts)) or "-"
 
 
 def _latency(summary: Summary) -> Section:
@@ -138,18 +144,19 @@ def _in_effect(summary: Summary) -> Section:
     if effect is None:
         return
     yield title("In effect")
-    yield table([_LEFT, Column("", fold=True), Column("", fold=True)], list(_settings(effect)))
+    yield table([_LEFT, Column("", fold=True), Column("", fold=True)], list(_settings(effect, summary.requests.total)))
 
 
-def _reproduce(summary: Summary) -> Section:
+def _reproduce(summary: Summary, width: int) -> Section:
     yield title("Reproduce")
     if summary.in_effect is not None:
-        yield Line(command(summary.in_effect), indent=INDENT)
+        for line in command_lines(summary.in_effect, width - INDENT):
+            yield verbatim(line, INDENT)
     yield Line(f"fingerprint {summary.fingerprint}", style="dim", indent=INDENT)
 
 
-def _settings(effect: InEffect) -> Iterator[tuple[str, str, str]]:
-    yield "trace", effect.trace, "all requests" if effect.limit is None else f"the first {effect.limit:,} requests"
+def _settings(effect: InEffect, num_requests: int) -> Iterator[tuple[str, str, str]]:
+    yield "trace", effect.trace, _taken(effect.limit, num_requests)
     origin = basis(effect.config_origin)
     if origin == "the trace":
         yield "config", "the one in the trace", ""
@@ -164,3 +171,8 @@ def _settings(effect: InEffect) -> Iterator[tuple[str, str, str]]:
         yield "behaviour", switch, "--behaviour"
     if effect.plan:
         yield "fault plan", effect.plan, ""
+
+
+def _taken(limit: int | None, num_requests: int) -> str:
+    # The trace has no more than the limit where so many were not reached.
+    return "all requests" if limit is None or num_requests < limit else f"the first {plural(limit, 'request')}"

@@ -1,14 +1,11 @@
 """The tiers behind the GPU's pool: what they held, moved and saved."""
 
-from typing import Final
-
 from kvreplay.report.layout import INDENT, Column, Line, Section, table, title
-from kvreplay.report.words import duration, listed, number, share
+from kvreplay.report.words import duration, listed, number, share, size
 from kvreplay.verdict.model import Direction, Summary
 from kvreplay.verdict.verdict import plural
 
 _LEFT, _RIGHT = Column(""), Column("", "right")
-_GIGA: Final = 1e9
 
 
 def tiers_section(summary: Summary) -> Section:
@@ -35,4 +32,4 @@ def tiers_section(summary: Summary) -> Section:
 
 def _move(name: str, direction: Direction) -> tuple[str, ...]:
     counts = (direction.started, direction.finished, direction.failed)
-    return name, f"{direction.bytes / _GIGA:,.1f} GB", duration(direction.seconds), *map(number, counts)
+    return name, size(direction.bytes), duration(direction.seconds), *map(number, counts)

@@ -11,6 +11,14 @@ def percent(value: float) -> str:
     return "< 0.1 %" if 0 < value < 0.0005 else f"{100 * value:.1f} %"
 
 
+def size(num_bytes: float) -> str:
+    """Three digits that matter, in the largest unit of which there is one: `512 B`, `3.28 MB`, `1,234 GB`."""
+    for unit, in_bytes in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= 0.9995 * in_bytes:
+            return f"{_three_digits(num_bytes / in_bytes)} {unit}"
+    return f"{num_bytes:,.0f} B"
+
+
 def share(part: float, whole: float) -> str:
     return percent(part / whole) if whole else "-"
 

@@ -33,7 +33,7 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments: object) -> tuple[int, str, str]:
         status = run_app(["conformance", *map(str, arguments)])
@@ -249,6 +249,15 @@ def test_outside_of_the_project_a_place_must_be_named(
     status, out, err = command()
     assert (status, out) == (2, "")
     assert one_line(err).startswith("error: name a file or a folder of vectors")
+
+
+def test_a_profile_that_is_not_there_is_answered_with_those_that_are(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, out, err = command("--check", "nosuch")
+    assert (status, out) == (2, "")
+    assert one_line(err).startswith("error: --check nosuch: unknown profile, expected one of vllm-0.33, pre-50388, ")
 
 
 # -- JSON ---------------------------------------------------------------------------------------------------------

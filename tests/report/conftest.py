@@ -128,7 +128,7 @@ def summary() -> Summary:
         ],
         latency_s=Latency(ttft=percentiles, tpot=percentiles, e2e=percentiles),
         instances=[
-            _instance("prefill-0", "prefill", "computed 97% of the time"),
+            _instance("prefill-0", "prefill", "computed 97 % of the time"),
             _instance("decode-0", "decode"),
         ],
         series=[_series("prefill"), _series("decode")],

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 
 import msgspec
 import pytest
@@ -9,9 +10,9 @@ from rich.console import Console
 
 from kvreplay.report.json_report import write_json
 from kvreplay.report.progress import progress
-from kvreplay.report.reproduce import command
+from kvreplay.report.reproduce import command_lines
 from kvreplay.report.sparkline import columns, sparkline
-from kvreplay.report.words import causes, duration, listed, safe, share
+from kvreplay.report.words import causes, duration, listed, safe, share, size
 from kvreplay.verdict.model import InEffect, Summary
 
 
@@ -37,6 +38,22 @@ def test_durations(seconds: float | None, text: str) -> None:
     assert duration(seconds) == text
 
 
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (512, "512 B"),
+        (999_600, "1.00 MB"),
+        (3_276_800, "3.28 MB"),
+        (47_185_920, "47.2 MB"),
+        (1_310_720_000, "1.31 GB"),
+        (1_234_000_000_000, "1,234 GB"),
+    ],
+)
+def test_sizes(num_bytes: int, text: str) -> None:
+    assert size(num_bytes) == text
+
+
 def test_shares() -> None:
     assert [share(0, 10), share(1, 3), share(1, 10_000), share(1, 0)] == ["0.0 %", "33.3 %", "< 0.1 %", "-"]
 
@@ -59,9 +76,13 @@ def test_safe_keeps_what_is_printable() -> None:
 
 
 def test_columns_take_the_highest_of_a_slice_and_hold_the_last() -> None:
-    assert columns([0.0, 1.0, 1.5, 8.0], [3, 9, 4, 1], end=8.0, width=4) == [9, 9, 9, 1]
-    assert columns([6.0], [5], end=8.0, width=4) == [0, 0, 0, 5]
-    assert columns([0.0], [5], end=0.0, width=2) == [5, 5]
+    assert columns([0.0, 1.0, 1.5, 7.0, 8.0], [3, 9, 4, 1, 2], end=8.0, width=4) == [9, 9, 9, 2]
+    assert columns([6.0, 7.0, 8.0], [5, 1, 4], end=8.0, width=2) == [0, 5]
+
+
+def test_a_line_is_no_longer_than_what_is_known() -> None:
+    assert columns([10.0, 12.5], [7, 3], end=12.5, width=40) == [7, 3]
+    assert columns([0.0], [5], end=0.0, width=2) == [5]
 
 
 def test_only_zero_is_blank() -> None:
@@ -81,6 +102,11 @@ def in_effect(**changes: object) -> InEffect:
         policy_origin="the config",
     )
     return msgspec.structs.replace(plain, **changes)
+
+
+def command(given: InEffect) -> str:
+    (line,) = command_lines(given, 1000)
+    return line
 
 
 def test_a_plain_run_has_a_short_command() -> None:
@@ -116,6 +142,17 @@ def test_what_set_changed_does_not_hide_where_the_rest_came_from() -> None:
         "kvreplay run decode-stall --config mooncake-1p1d --profile vllm-0.33 --set cache.num_gpu_blocks=512"
         " --behaviour pull_wait=bounded --seed 0"
     )
+
+
+def test_a_long_command_is_parted_between_options_as_a_shell_takes_it() -> None:
+    given = in_effect(injected=["timeout:request=a b*", "slow:delay=3s,p=0.25,instance=D0,peer=P0"], limit=10)
+    lines = command_lines(given, 59)
+    assert lines == [
+        "kvreplay run decode-stall --inject 'timeout:request=a b*' \\",
+        "  --inject slow:delay=3s,p=0.25,instance=D0,peer=P0 \\",
+        "  --limit 10 --seed 0",
+    ]
+    assert shlex.split("\n".join(lines).replace("\\\n", "")) == shlex.split(command(given))
 
 
 def test_nothing_counting_is_given_again_too() -> None:

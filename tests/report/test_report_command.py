@@ -49,10 +49,18 @@ def test_its_json_is_the_run_s_without_the_wall_clock(
     assert json.loads(capsys.readouterr().out) == json.loads(summary.to_json())
 
 
+def test_a_canned_trace_is_no_result(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["report", "decode-stall"]) == 2
+    assert capsys.readouterr().err == (
+        "error: decode-stall: a workload, not the result of a run: no run.summary; play it first: kvreplay run "
+        "decode-stall -o OUT.parquet\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("stored", "message"),
     [
-        (None, "no run.summary: it is not the output of a run; replay it first (kvreplay run)"),
+        (None, "a workload, not the result of a run: no run.summary; play it first: kvreplay run "),
         ("{}", "run.summary: not a summary that this version can read: "),
     ],
 )

@@ -1,7 +1,8 @@
 """The report for people: what it says, at any width, piped or not."""
 
 import io
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -28,6 +29,10 @@ def section(lines: list[str], title: str) -> list[str]:
     return [line for line in rest[: titles[0] if titles else len(rest)] if line]
 
 
+def words(lines: Iterable[str]) -> set[str]:
+    return set(re.split(r"[\s,]+", "\n".join(lines)))
+
+
 def changed(summary: Summary, **changes: Any) -> Summary:  # noqa: ANN401
     return msgspec.structs.replace(summary, **changes)
 
@@ -37,7 +42,7 @@ def test_the_verdict_comes_first_with_its_reason_and_what_to_beware_of(summary: 
         "STALLED  exit status 4",
         "240 requests will never end, all waiting on the reply of a pull",
         "! slow:nth=9000 never fired: it tested nothing",
-        "! prefill-0 is overloaded: computed 97% of the time",
+        "! prefill-0 is overloaded: computed 97 % of the time",
         "3,601 s of virtual time in 12.3 s, 293 times as fast",
     ]
 
@@ -98,8 +103,8 @@ def test_faults_say_how_often_they_fired_and_what_became_of_their_requests(summa
     lines = printed(summary)
     assert "Faults  1 of 2 never fired" in lines
     assert section(lines, "Faults")[1:] == [
-        "  timeout:p=0.02    252       252  240 stalled, 12 failed",
-        "  slow:nth=9000   never         0  -",
+        "  timeout:p=0.02    252    252  240 stalled, 12 failed",
+        "  slow:nth=9000   never      0  -",
     ]
 
 
@@ -161,8 +166,9 @@ def test_what_was_in_effect_and_how_to_run_it_again(summary: Summary) -> None:
         "  set                     cache.num_gpu_blocks=512  --set",
     ]
     assert section(lines, "Reproduce") == [
-        "  kvreplay run conv.parquet --config mooncake-4p4d --profile pre-50984 --set cache.num_gpu_blocks=512"
-        " --inject timeout:p=0.02 --inject slow:nth=9000 --limit 1000 --seed 7",
+        "  kvreplay run conv.parquet --config mooncake-4p4d --profile pre-50984 \\",
+        "    --set cache.num_gpu_blocks=512 --inject timeout:p=0.02 \\",
+        "    --inject slow:nth=9000 --limit 1000 --seed 7",
         "  fingerprint 0123456789abcdef",
     ]
 
@@ -173,20 +179,50 @@ def test_a_crash_comes_right_after_the_verdict(summary: Summary) -> None:
     ]
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_tables_keep_within_the_width_and_end_without_blanks(summary: Summary, width: int) -> None:
-    lines = printed(summary, width)
-    free = {line for title in ("Reproduce",) for line in section(lines, title)}
-    prose = set(lines[:5]) | free
-    assert all(len(line) <= width for line in lines if line not in prose and "not counted" not in line)
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_everything_keeps_within_the_width_and_loses_no_word(summary: Summary, width: int) -> None:
+    lines, same_wide = printed(summary, width), printed(summary, 119 if width < 120 else 1000)
+    assert max(map(len, lines)) <= width
     assert all(line == line.rstrip() for line in lines)
+    assert words(line for line in same_wide if "|" not in line) <= words(lines)
 
 
-def test_a_long_name_is_folded_not_cut(summary: Summary) -> None:
+def test_a_fault_is_broken_between_its_settings_only(summary: Summary) -> None:
+    spec = "mooncake.pull-req-lost:p=0.025,nth=1,3,count=1000,instance=decode-1,peer=prefill-0,after=90s"
+    fault = msgspec.structs.replace(summary.faults[0], spec=spec)
+    lines = section(printed(changed(summary, faults=[fault]), 60), "Faults")
+    settings = ["mooncake.pull-req-lost:p=0.025,", "nth=1,3,", "count=1000,", "instance=decode-1,", "peer=prefill-0,"]
+    shown = next(line.split()[0] for line in lines if "mooncake" in line)
+    assert shown in ("".join(settings[:count]) for count in range(1, 6))
+    assert spec in "".join(word for line in lines[1:] for word in line.split()[:1])
+
+
+def test_a_long_name_stays_whole_and_the_rest_gives_way(summary: Summary) -> None:
     name = "chatcmpl-" + "0123456789abcdef" * 4
     stall = msgspec.structs.replace(summary.stalled[0], request_id=name)
     lines = section(printed(changed(summary, stalled=[stall])), "Stalled")
-    assert name in "".join(line.split()[0] for line in lines[1:] if line.split())
+    place = lines.index(f"  {name}")
+    assert lines[place + 1].split() == ["decode-0", "WAITING_FOR_REMOTE_KVS", "100.250", "s", "750"]
+    assert max(map(len, lines)) <= 80
+
+
+def test_those_that_a_fault_did_not_name_are_told_apart(summary: Summary) -> None:
+    fault = msgspec.structs.replace(summary.faults[0], requests=1, outcomes={"failed": 1}, followed={"failed": 8})
+    line = section(printed(changed(summary, faults=[fault])), "Faults")[1]
+    assert line == "  timeout:p=0.02    252      1  1 failed; not named: 8 failed later"
+
+
+def test_more_requests_than_there_are_is_all_of_them(summary: Summary) -> None:
+    assert summary.in_effect is not None
+    more = msgspec.structs.replace(summary.in_effect, limit=20_000)
+    assert section(printed(changed(summary, in_effect=more)), "In effect")[0].split() == [
+        *("trace", "conv.parquet", "all", "requests")
+    ]
+
+
+def test_busy_is_over_the_time_with_work_where_that_is_known(summary: Summary) -> None:
+    instance = msgspec.structs.replace(summary.instances[0], busy=0.8123, busy_until_s=2653.0)
+    assert "81.2 %" in section(printed(changed(summary, instances=[instance])), "Instances")[1]
 
 
 def test_no_colour_where_none_is_wanted(summary: Summary, monkeypatch: pytest.MonkeyPatch) -> None:
