@@ -533,16 +533,17 @@ class Behaviour:
             raise ConfigError(f"--behaviour {assignment}: expected NAME=VALUE")
         switch = SWITCHES.get(name)
         if switch is None:
-            raise ConfigError(f"--behaviour {assignment}: no switch {name!r}{nearest(name, SWITCHES)}")
+            hint = nearest(name, SWITCHES, "; kvreplay profiles lists them")
+            raise ConfigError(f"--behaviour {assignment}: no switch {name!r}{hint}")
         if value not in switch.values:
             raise ConfigError(f"--behaviour {assignment}: {name} is one of {', '.join(switch.values)}, not {value!r}")
         return Behaviour(self.profile, {**self.switches, name: value})
 
 
-def nearest(word: str, known: Mapping[str, object] | list[str]) -> str:
-    """`; did you mean 'x'?` for the closest known word, or nothing."""
+def nearest(word: str, known: Mapping[str, object] | list[str], otherwise: str = "") -> str:
+    """`; did you mean 'x'?` for the closest known word; if none is close, what else to say."""
     matches = get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    return f"; did you mean {matches[0]!r}?" if matches else otherwise
 
 
 def _profiles() -> dict[str, Behaviour]:
@@ -578,5 +579,6 @@ def profile(name: str, flag: str = "--profile") -> Behaviour:
     """The profile of this name. Raises ConfigError naming the flag that gave it, and the nearest known one."""
     behaviour = PROFILES.get(name)
     if behaviour is None:
-        raise ConfigError(f"{flag} {name}: unknown profile{nearest(name, PROFILES)}")
+        hint = nearest(name, PROFILES, f", expected one of {', '.join(PROFILES)}")
+        raise ConfigError(f"{flag} {name}: unknown profile{hint}")
     return behaviour

@@ -35,6 +35,7 @@ _REWORDED: Final = {
     "Value error, ": "",
     "Input should be": "expected",
     "greater than or equal to": "at least",
+    "less than or equal to": "at most",
     ", unable to parse string as an integer": "",
     ", unable to parse string as a number": "",
 }

@@ -42,7 +42,9 @@ BehaviourOption = Annotated[
     list[str] | None,
     typer.Option("--behaviour", metavar="NAME=VALUE", help="One switch, on top of the profile. Repeatable."),
 ]
-SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of every random draw.")]
+SeedOption = Annotated[
+    int, typer.Option("--seed", metavar="N", min=0, max=2**63 - 1, help="Seed of every random draw.")
+]
 LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Take the first N requests only.")]
 
 
@@ -64,6 +66,15 @@ def trace_name(text: str) -> str:
 
     name = text.removesuffix(".parquet")
     return name if not Path(text).exists() and name in packaged_names("traces", ".parquet") else text
+
+
+def check_name(output: Path) -> None:
+    """Refuse an output that would hide a canned trace. Raises ConfigError."""
+    from kvreplay.errors import ConfigError
+    from kvreplay.replay.presets import packaged_names
+
+    if output.name in packaged_names("traces", ".parquet"):
+        raise ConfigError(f"-o {output}: is the name of a canned trace, which it would hide; expected {output}.parquet")
 
 
 def paragraphs(text: str) -> str:

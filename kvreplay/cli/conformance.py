@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 def conformance(
     places: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[PLACE]...", help="Vectors, or folders of them. Default: tests/conformance."),
+        typer.Argument(
+            metavar="[PLACE]...", help="Vectors, or folders of them. Default: tests/conformance, of a checkout."
+        ),
     ] = None,
     *,
     show_all: Annotated[bool, typer.Option("--all", "-v", help="List the vectors that are equal, too.")] = False,
@@ -52,10 +54,10 @@ def conformance(
     from kvreplay.report.conformance import conformance_document, print_outcome, print_skipped, print_tallies
 
     console = make_console()
+    checked = profile(check, "--check") if check is not None else None
+    over = chosen("--transport", transport, ("virtual", "zmq"))
     wanted = places or default_places()
     outcomes: list[Outcome] = []
-    over = chosen("--transport", transport, ("virtual", "zmq"))
-    checked = profile(check, "--check") if check is not None else None
     for outcome in replay_files(find_files(wanted), checked, over):
         outcomes.append(outcome)
         if outcome.reason == NO_SOCKETS:

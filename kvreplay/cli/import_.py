@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final, cast, get_args
 
 import typer
 
-from kvreplay.cli.common import JsonOption, LimitOption, chosen, make_console, paragraphs, print_json
+from kvreplay.cli.common import JsonOption, LimitOption, check_name, chosen, make_console, paragraphs, print_json
 from kvreplay.errors import TraceError
 
 app = typer.Typer(help="Turn another tool's file into a trace.")
@@ -52,6 +52,7 @@ def import_mooncake(
 
     known_unit = cast("Unit | None", unit and chosen("--unit", unit, get_args(Unit)))
     target = output or default_output(file)
+    check_name(target)
     check_output(target, [file])
     workload = read_mooncake(file, limit=limit, unit=known_unit)
     options = {"limit": limit, "unit": unit or "ms"}

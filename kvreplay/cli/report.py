@@ -1,12 +1,12 @@
 """`kvreplay report`."""
 
+import shlex
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvreplay.cli.common import JsonOption, make_console
+from kvreplay.cli.common import JsonOption, make_console, trace_name
 from kvreplay.errors import TraceError
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def report(
-    trace: Annotated[Path, typer.Argument(help="Trace that a run wrote (run ... -o TRACE).", metavar="TRACE")],
+    trace: Annotated[str, typer.Argument(help="Trace that a run wrote (run ... -o TRACE).", metavar="TRACE")],
     *,
     as_json: JsonOption = False,
     width: Annotated[
@@ -38,14 +38,16 @@ def report(
     raise typer.Exit(summary.exit_status)
 
 
-def read_summary(trace: Path) -> "Summary":
+def read_summary(trace: str) -> "Summary":
     """The summary that a run left in its trace. Raises TraceError if there is none, or none that can be read."""
+    from kvreplay.replay.presets import find_trace
     from kvreplay.trace.reader import read_trace
     from kvreplay.verdict.model import summary_from_json
 
-    stored = read_trace(trace).rows(["run.summary"], ["cause"])["cause"].drop_null().to_pylist()
+    stored = read_trace(find_trace(trace_name(trace))).rows(["run.summary"], ["cause"])["cause"].drop_null().to_pylist()
     if not stored:
-        raise TraceError(f"{trace}: no run.summary: it is not the output of a run; replay it first (kvreplay run)")
+        played = f"kvreplay run {shlex.quote(trace)} -o OUT.parquet"
+        raise TraceError(f"{trace}: a workload, not the result of a run: no run.summary; play it first: {played}")
     try:
         return summary_from_json(stored[-1])
     except TraceError as error:

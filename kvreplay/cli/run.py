@@ -17,6 +17,7 @@ from kvreplay.cli.common import (
     ProfileOption,
     SeedOption,
     SetOption,
+    check_name,
     chosen,
     make_console,
     print_warning,
@@ -51,8 +52,9 @@ def run(
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the trace of the replay there.")
     ] = None,
     detail: Annotated[
-        str, typer.Option("--detail", metavar="run|steps|blocks", help="What the written trace holds.")
-    ] = "run",
+        str | None,
+        typer.Option("--detail", metavar="run|steps|blocks", help="What the trace of -o holds. Default: run."),
+    ] = None,
     baseline: Annotated[
         bool, typer.Option("--baseline", help="Also play the faultless twin, and show what the faults cost.")
     ] = False,
@@ -61,7 +63,7 @@ def run(
         typer.Option(
             "--fail-on",
             metavar="WORDS",
-            help="What fails a run: crashed,stalled,violated (default), failed, overdue; or none.",
+            help="What fails a run: crashed,stalled,violated (default), failed, overdue, unfired (faults); or none.",
         ),
     ] = None,
     overdue_after: Annotated[
@@ -86,6 +88,7 @@ def run(
     Exits 0 if it passed, 3 on a violation, 4 if requests stalled, 5 if an engine crashed.
     The same trace, config, faults and seed give the same result, byte for byte.
     """
+    from kvreplay.errors import ConfigError
     from kvreplay.events import DETAIL_LEVELS
     from kvreplay.faults.plan import make_plan
     from kvreplay.replay.config_load import load_config
@@ -105,7 +108,12 @@ def run(
     started_s = perf_counter()
     faults = make_plan(inject or (), plan)
     path, opened = open_trace(trace_name(trace))
+    if detail is not None:
+        chosen("--detail", detail, DETAIL_LEVELS)
+        if output is None:
+            raise ConfigError(f"--detail {detail}: says what a written trace holds, give -o as well")
     if output is not None:
+        check_name(output)
         check_output(output, [path, *([plan] if plan else []), *([Path(config)] if config else [])])
     loaded = load_config(
         config,
@@ -122,7 +130,7 @@ def run(
         plan=faults,
         seed=seed,
         limit=limit,
-        detail=DETAIL_LEVELS[chosen("--detail", detail, DETAIL_LEVELS)],
+        detail=DETAIL_LEVELS[detail or "run"],
         output=output,
         baseline=baseline,
         fail_on=parse_fail_on(fail_on) if fail_on is not None else DEFAULT_FAIL_ON,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvreplay.cli.common import JsonOption, SeedOption, SetOption, chosen
+from kvreplay.cli.common import JsonOption, SeedOption, SetOption, check_name, chosen
 from kvreplay.cli.import_ import print_written
 
 _LOAD = "Load"
@@ -128,5 +128,6 @@ def synth(
     if settings and config is None:
         raise ConfigError(f"--set {settings[0]}: changes a configuration, give --config as well")
     stored = load_config(config, sets=settings or ()).config.to_document() if config is not None else None
+    check_name(output_file)
     check_output(output_file, [*options.input_files, *([Path(config)] if config is not None else [])])
     print_written(output_file, synthesise(options), options.metadata(stored), as_json=as_json)

@@ -40,5 +40,5 @@ def find_row(name: str) -> FaultRow:
     """The row of this name. Raises ConfigError naming the nearest known one."""
     row = catalogue().get(name)
     if row is None:
-        raise ConfigError(f"no fault {name!r}{nearest(name, list(catalogue()))}")
+        raise ConfigError(f"no fault {name!r}{nearest(name, list(catalogue()), '; kvreplay faults lists them')}")
     return row

@@ -74,7 +74,8 @@ def parse_event_pattern(text: str) -> EventPattern:
     kind, at_sign, instance = rest.partition("@")
     kinds = frozenset(known for known in KINDS if fnmatchcase(known, kind))
     if not kinds:
-        raise ValueError(f"names no event: no kind {kind!r}{nearest(kind, KINDS)}")
+        hint = nearest(kind, KINDS, "; an event is a row's kind, such as request.parked")
+        raise ValueError(f"names no event: no kind {kind!r}{hint}")
     if (hash_sign and not request) or (at_sign and not instance):
         raise ValueError(f"must be KIND[@INSTANCE][#REQUEST], got {text!r}")
     return EventPattern(text, kinds, instance or None, request or None)
@@ -85,7 +86,14 @@ Moment = int | EventPattern
 
 
 def parse_moment(text: str) -> Moment:
-    return parse_duration(text) if text[:1].isdigit() else parse_event_pattern(text)
+    """Raises ValueError with what a moment may be."""
+    if not text[:1].isdigit():
+        return parse_event_pattern(text)
+    if text.replace(".", "", 1).isdigit():
+        raise ValueError(
+            f"must be a time with its unit such as 500ms, 2s or 1m, or an event such as request.parked@D0, got {text!r}"
+        )
+    return parse_duration(text)
 
 
 def format_moment(moment: Moment) -> str:

@@ -114,7 +114,8 @@ def build_fault(name: str, pairs: Iterable[tuple[str, str]], origin: str) -> Fau
     """The fault with this name and these keys, all still text."""
     row = catalogue().get(name)
     if row is None:
-        raise ConfigError(f"{origin}: no fault {name!r}{nearest(name, list(catalogue()))}")
+        hint = nearest(name, list(catalogue()), "; kvreplay faults lists them")
+        raise ConfigError(f"{origin}: no fault {name!r}{hint}")
     settings = settings_of(row)
     known = [key for key in COMMON_KEYS if key in keys_of(row)] + list(settings)
     given: dict[str, Any] = {}
@@ -122,7 +123,8 @@ def build_fault(name: str, pairs: Iterable[tuple[str, str]], origin: str) -> Fau
         if key in given:
             raise ConfigError(f"{origin}: {key} is given twice")
         if key not in known:
-            raise ConfigError(f"{origin}: {name} has no key {key!r}{nearest(key, known)}")
+            hint = nearest(key, known, f"; it has {', '.join(known)}")
+            raise ConfigError(f"{origin}: {name} has no key {key!r}{hint}")
         given[key] = _parse_value(settings.get(key), key, value, origin)
     return _fault(row, {key: given[key] for key in known if key in given}, origin)
 

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from kvreplay.behaviour import nearest
 from kvreplay.errors import ConfigError
 from kvreplay.faults.action import PRODUCER, moment_of
 from kvreplay.faults.patterns import SERVING, EventPattern, matches_any
@@ -65,14 +64,14 @@ def _check_instances(fault: Fault, topology: TopologyInfo) -> None:
         if pulls and not able:
             raise ConfigError(f"{fault.origin}: no instance is a {' or '.join(roles)}")
         if not matches_any(glob, able):
-            raise ConfigError(
-                f"{fault.origin}: {key}={glob} matches no instance{_one_of(able)}{nearest(glob or '', able)}"
-            )
+            raise ConfigError(f"{fault.origin}: {key}={glob} matches no instance{_one_of(able)}")
 
 
 def _one_of(names: Iterable[str]) -> str:
     names = list(names)
-    return f" of {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else ""
+    if not names:
+        return ""
+    return f", expected {'one of ' if names[1:] else ''}{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
 
 
 def _check_requests(fault: Fault, topology: TopologyInfo) -> None:

@@ -236,7 +236,8 @@ def _find(name_or_path: str) -> Path:
         return packaged_folder("configs") / f"{name_or_path}.toml"
     path = Path(name_or_path)
     if not path.exists():
-        raise ConfigError(f"--config {name_or_path}: no such preset or file{nearest(name_or_path, names)}")
+        hint = nearest(name_or_path, names, f"; presets are {', '.join(names)}")
+        raise ConfigError(f"--config {name_or_path}: no such preset or file{hint}")
     return path
 
 

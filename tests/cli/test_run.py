@@ -34,6 +34,9 @@ def run(*arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
         ("--inject timeout", 0, "PASSED"),
         ("--inject corrupt", 3, "VIOLATED"),
         ("--inject timeout --fail-on failed", 3, "VIOLATED"),
+        ("--inject timeout:nth=900", 0, "PASSED"),
+        ("--inject timeout:nth=900 --fail-on unfired", 3, "VIOLATED"),
+        ("--inject timeout --fail-on unfired", 0, "PASSED"),
         ("--inject timeout --profile pre-50984", 4, "STALLED"),
         ("--inject timeout --profile pre-50984 --fail-on crashed", 0, "PASSED"),
         ("--inject engine.step-raises:instance=D0,at=3s", 5, "CRASHED"),
@@ -141,7 +144,7 @@ def test_the_command_in_the_report_gives_the_same_run(
     )
     assert run_app(given.split()) == 0
     report = capsys.readouterr().out
-    (again,) = re.findall(r"^  (kvreplay run .*)$", report, re.MULTILINE)
+    (again,) = re.findall(r"^  (kvreplay run .*)$", report.replace("\\\n", ""), re.MULTILINE)
     assert run_app(shlex.split(again)[1:]) == 0
     assert capsys.readouterr().out.split("Reproduce")[1] == report.split("Reproduce")[1]
 
@@ -177,6 +180,11 @@ def error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
             "decode-stall --fail-on stall",
             "--fail-on stall: 'stall' is none of crashed, stalled, violated, failed, over",
         ),
+        ("decode-stall --detail blocks", "--detail blocks: says what a written trace holds, give -o as well"),
+        ("decode-stall -o decode-stall", "-o decode-stall: is the name of a canned trace, which it would hide; expec"),
+        ("decode-stall --seed -1", "invalid value for '--seed': expected at least 0"),
+        ("decode-stall --profile zzz", "--profile zzz: unknown profile, expected one of vllm-0.33, pre-50388, "),
+        ("decode-stall --inject timeout:peer=P9", "--inject timeout:peer=P9: peer=P9 matches no instance, expected P0"),
         ("decode-stall --limit 0", "invalid value for '--limit': "),
         ("decode-stall --plan nowhere.toml", "nowhere.toml: "),
         ("decode-stall -o nowhere/out.parquet", "nowhere/out.parquet: no such folder: nowhere"),

@@ -67,10 +67,15 @@ def test_never_is_a_duration_where_it_is_the_default() -> None:
     ("spec", "reason"),
     [
         ("tmeout", "no fault 'tmeout'; did you mean 'timeout'?"),
-        ("", "no fault ''"),
-        ("zzzzzzz", "no fault 'zzzzzzz'"),
+        ("", "no fault ''; kvreplay faults lists them"),
+        ("zzzzzzz", "no fault 'zzzzzzz'; kvreplay faults lists them"),
         ("slow:dely=3s", "slow has no key 'dely'; did you mean 'delay'?"),
         ("slow:delay=3", "delay must be a duration such as 500ms, 2s or 1m, got '3'"),
+        (
+            "peer-crash:at=70",
+            "at must be a time with its unit such as 500ms, 2s or 1m, or an event such as request.parked@D0, got '70'",
+        ),
+        ("peer-crash:at=zzz", "at names no event: no kind 'zzz'; an event is a row's kind, such as request.parked"),
         ("slow:delay=never", "delay must be a duration such as 500ms, 2s or 1m, got 'never'"),
         ("slow:", "expected key=value, got ''"),
         ("slow:delay", "expected key=value, got 'delay'"),
@@ -79,12 +84,21 @@ def test_never_is_a_duration_where_it_is_the_default() -> None:
         ("timeout:nth=0", "nth counts from 1: a number, a range such as 2..4 or a list of them, got '0'"),
         ("timeout:count=0", "count must be a whole number from 1, got '0'"),
         ("timeout:request=", "request must not be empty"),
-        ("timeout:group=0", "timeout has no key 'group'"),
-        ("abort:peer=P0", "abort has no key 'peer'"),
+        (
+            "timeout:group=0",
+            "timeout has no key 'group'; it has p, nth, count, after, until, request, instance, peer, rank, id",
+        ),
+        (
+            "abort:peer=P0",
+            "abort has no key 'peer'; it has p, nth, count, after, until, request, instance, id, when, delay",
+        ),
         ("abort:when=pull", "when is one of queued, pulling, running, not 'pull'; did you mean 'pulling'?"),
         ("peer-crash:at=pul.sent", "at names no event: no kind 'pul.sent'; did you mean 'pull.sent'?"),
         ("timeout:after=pull.sent@", "after must be KIND[@INSTANCE][#REQUEST], got 'pull.sent@'"),
-        ("scheduler.preempt:at=5s", "at names no event: no kind '5s'"),
+        (
+            "scheduler.preempt:at=5s",
+            "at names no event: no kind '5s'; an event is a row's kind, such as request.parked",
+        ),
         ("partial-error:share=0", "share must be a share above 0, up to 1, got '0'"),
     ],
 )

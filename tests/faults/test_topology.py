@@ -37,8 +37,8 @@ def test_keys_that_match_something_pass(spec: str) -> None:
         ("timeout", "timeout needs the mooncake connector; configured: none"),
         ("abort", "waits for pull.sent@serving, which needs a connector; none is configured"),
         ("abort:when=running,request=x*", "request=x* matches none of 2 requests"),
-        ("abort:when=queued,instance=E1", "instance=E1 matches no instance of E0; did you mean 'E0'?"),
-        ("peer-crash:at=request.routed@P0", "request.routed@P0 matches no instance of E0"),
+        ("abort:when=queued,instance=E1", "instance=E1 matches no instance, expected E0"),
+        ("peer-crash:at=request.routed@P0", "request.routed@P0 matches no instance, expected E0"),
         ("cache.reset", "nothing in this configuration can carry out reset"),
     ],
 )
@@ -51,11 +51,11 @@ def test_one_engine_without_a_connector(spec: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        ("timeout:instance=P0", "instance=P0 matches no instance of D0, D1; did you mean 'D0'?"),
-        ("timeout:peer=D*", "peer=D* matches no instance of P0, P1"),
+        ("timeout:instance=P0", "instance=P0 matches no instance, expected one of D0, D1"),
+        ("timeout:peer=D*", "peer=D* matches no instance, expected one of P0, P1"),
         ("timeout:rank=1", "rank must be below 1, got 1"),
         ("corrupt:group=3", "group must be below 1, got 3"),
-        ("timeout:after=pull.sent@X*", "pull.sent@X* matches no instance of P0, P1, D0, D1"),
+        ("timeout:after=pull.sent@X*", "pull.sent@X* matches no instance, expected one of P0, P1, D0, D1"),
     ],
 )
 def test_a_pair(spec: str, reason: str) -> None:

@@ -31,6 +31,9 @@ _MAX_TIME_S: Final = 10 * 366 * 86_400
 _PLAUSIBLE_PER_S: Final = 300
 """More requests per second than this, over a whole file, and its milliseconds are taken for seconds."""
 _ENOUGH_REQUESTS: Final = 100
+_IMPLAUSIBLE_GAP_S: Final = 120
+"""Fewer requests than one in so many seconds, over a whole file, and its seconds are taken for milliseconds."""
+_ENOUGH_TO_BE_SPARSE: Final = 12
 
 _Length = Annotated[int, Meta(ge=1, le=MAX_REQUEST_TOKENS)]
 _Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -121,7 +124,10 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
             head = raw.read(4)
             raw.seek(0)
             if head == b"PAR1":
-                raise TraceError(f"{path}: a Parquet file, expected JSON lines")
+                raise TraceError(
+                    f"{path}: a Parquet file, expected JSON lines of the Mooncake project; a trace needs no import "
+                    "(kvreplay info says what it holds)"
+                )
             if head[:2] == b"\x1f\x8b":
                 with gzip.open(raw) as file:
                     yield cast(BinaryIO, file)
@@ -149,9 +155,15 @@ def _numbered_lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _times_ns(path: Path, lines: list[_Line | _LineInSeconds], unit: Unit | None) -> list[int]:
+    span = lines[-1].timestamp - lines[0].timestamp
     if unit == "s":
+        if len(lines) >= _ENOUGH_TO_BE_SPARSE and span > len(lines) * _IMPLAUSIBLE_GAP_S:
+            raise TraceError(
+                f"{path}: {len(lines)} requests within {span:g} s, one in {span / len(lines):.0f} s: its timestamps "
+                "seem to be milliseconds, expected seconds (without --unit s they are taken for milliseconds)"
+            )
         return [round(line.timestamp * NS_PER_S) for line in lines]
-    span_s = (lines[-1].timestamp - lines[0].timestamp) / 1000
+    span_s = span / 1000
     if unit is None and len(lines) >= _ENOUGH_REQUESTS and 0 < span_s < len(lines) / _PLAUSIBLE_PER_S:
         raise TraceError(
             f"{path}: {len(lines)} requests within {span_s:g} s: its timestamps seem to be seconds, expected "

@@ -91,7 +91,7 @@ def test_a_bad_line_is_named(tmp_path: Path, text: str, message: str) -> None:
     ("data", "message"),
     [
         (b"", "empty file, expected JSON lines$"),
-        (b"PAR1....", "a Parquet file, expected JSON lines$"),
+        (b"PAR1....", "a Parquet file, expected JSON lines of the Mooncake project; a trace needs no import "),
         (gzip.compress(line().encode() * 50, mtime=0)[:-30], "line 1: gzip stream damaged: "),
         (b"\x1f\x8b\x08\x00" + b"\xff" * 20, "line 1: gzip stream damaged: "),
         (b'{"timestamp": "\xff"}', "line 1: "),
@@ -117,6 +117,15 @@ def test_whole_seconds_are_noticed_by_their_rate(tmp_path: Path) -> None:
         read_mooncake(path)
     assert read_mooncake(path, unit="s").arrivals[-1].time_ns == 199_000_000_000
     assert read_mooncake(path, unit="ms").arrivals[-1].time_ns == 199_000_000
+
+
+def test_what_looks_like_milliseconds_is_not_taken_for_seconds(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.jsonl", *(line(timestamp=150 * place) for place in range(20)))
+    with pytest.raises(
+        TraceError, match=r"20 requests within 2850 s, one in 142 s: its timestamps seem to be millisec"
+    ):
+        read_mooncake(path, unit="s")
+    assert read_mooncake(path).arrivals[-1].time_ns == 2_850_000_000
 
 
 def test_a_batch_that_arrives_at_once_is_no_mistake(tmp_path: Path) -> None:
