@@ -68,7 +68,7 @@ def print_skipped(console: Console, outcomes: Iterable[Outcome], reason: str) ->
     kinds = Counter(outcome.kind for outcome in outcomes if outcome.reason == reason)
     for kind, count in sorted(kinds.items(), key=lambda item: str(item[0])):
         line = f"{Result.SKIPPED}  {count:,} {kind} vector{'s' * (count > 1)}  {reason}"
-        console.print(Line(line, style=_STYLES[Result.SKIPPED]), soft_wrap=True)
+        print_part(console, Line(line, style=_STYLES[Result.SKIPPED]))
 
 
 def print_tallies(console: Console, outcomes: Iterable[Outcome]) -> None:
