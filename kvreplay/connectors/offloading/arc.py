@@ -45,6 +45,9 @@ class ARCPolicy:
     def mark_evictable(self, chunk_ids: ChunkIds) -> None:
         pass
 
+    def mark_used(self, chunk_ids: ChunkIds) -> None:
+        pass
+
     def touch(self, keys: Keys) -> None:
         ready = self._chunks.is_ready(self._chunks.find(keys))
         for key, is_ready in zip(keys[::-1].tolist(), ready[::-1].tolist(), strict=True):

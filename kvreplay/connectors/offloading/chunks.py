@@ -79,6 +79,11 @@ class ChunkTable:
         ready: Mask = self.ref_counts[chunk_ids] != NOT_READY
         return ready
 
+    def is_pending(self, chunk_ids: ChunkIds) -> Mask:
+        """Of chunks that may be none (-1)."""
+        pending: Mask = self.ref_counts[chunk_ids] == NOT_READY
+        return pending
+
     def set_ready(self, chunk_ids: ChunkIds) -> None:
         self.ref_counts[chunk_ids] = 0
         self.num_write_pending -= len(chunk_ids)

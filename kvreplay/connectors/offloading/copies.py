@@ -39,7 +39,9 @@ def group_copies(job: TransferJob, layout: OffloadLayout) -> Iterator[GroupCopy]
         num_chunks = -(-(num_blocks + skipped) // size)
         chunk_ids = job.chunk_ids[next_chunk : next_chunk + num_chunks].astype(np.int64)
         _engine_asserts(len(chunk_ids) == num_chunks, "end_offset <= num_blocks")
-        places = (chunk_ids[:, np.newaxis] * size + np.arange(size)).ravel()[skipped : skipped + num_blocks]
+        places = chunk_ids
+        if size > 1:
+            places = (chunk_ids[:, np.newaxis] * size + np.arange(size)).ravel()[skipped : skipped + num_blocks]
         yield GroupCopy(group.group_id, job.gpu.block_ids[next_block : next_block + num_blocks], places)
         next_block += num_blocks
         next_chunk += num_chunks
@@ -135,6 +137,8 @@ def _hits(
     corruptions: Sequence[Corruption], job: TransferJob, num_before: int, num_blocks: int
 ) -> list[tuple[int, Corruption]]:
     """Corruptions of blocks [num_before, num_before + num_blocks) of the job, by their place from there on."""
+    if not corruptions:
+        return []
     total = max(len(job.gpu.block_ids), 1)
     numbers = [
         (corruption.draw if corruption.block is None else corruption.block) % total for corruption in corruptions

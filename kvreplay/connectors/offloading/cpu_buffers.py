@@ -45,6 +45,9 @@ class CpuBuffers:
             torch.set_num_threads(1)
             self.tensor = torch.zeros((num_chunks * blocks_per_chunk, num_words), dtype=torch.int64)
             self._words = self.tensor.numpy().view(np.uint64)
+        # A block as one item: numpy then copies whole blocks instead of word after word.
+        self._row = np.dtype((np.void, 8 * max(num_words, 1)))
+        self._rows: NDArray[np.void] | None = self._words.view(self._row).reshape(-1) if num_words else None
         self._keeps_sums = keeps_sums
         self._sums = np.zeros(num_chunks * blocks_per_chunk, np.uint64)
         """What the words of each block should add up to."""
@@ -53,7 +56,10 @@ class CpuBuffers:
 
     def write(self, places: Places, words: WordArray, *, sent: WordArray) -> None:
         """Overwrite blocks. `sent`: the words as the sender had them, which the checksums are of."""
-        self._words[places, : words.shape[1]] = words
+        if self._rows is not None and words.shape[1] == self._words.shape[1]:
+            self._rows[places] = np.ascontiguousarray(words).view(self._row).reshape(-1)
+        else:
+            self._words[places, : words.shape[1]] = words
         if self._keeps_sums:
             self._sums[places] = checksums(sent)
         if self.damaged:
@@ -62,6 +68,9 @@ class CpuBuffers:
 
     def read(self, places: Places, num_words: int) -> WordArray:
         """A copy of shape [number of blocks, number of words]."""
+        if self._rows is not None and num_words == self._words.shape[1]:
+            whole: WordArray = self._rows.take(places).view(np.uint64).reshape(-1, num_words)
+            return whole
         copy: WordArray = self._words[places, :num_words]
         return copy
 

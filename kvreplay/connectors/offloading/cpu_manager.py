@@ -56,7 +56,7 @@ class CPUOffloadingManager:
         if access is None or access.generation != self._generation or access.finished:
             return
         access.finished = True
-        self.policy.on_request_finished(self.space.in_prefix_order(access.seen), access)
+        self.policy.on_request_finished(access.seen_in_prefix_order(self.space), access)
 
     def _access_of(self, context: RequestContext) -> RequestAccess:
         if context.access is None or context.access.generation != self._generation:
@@ -64,11 +64,15 @@ class CPUOffloadingManager:
         return context.access
 
     def _note_access(self, keys: Keys, chunk_ids: ChunkIds, context: RequestContext, *, reused: Keys) -> None:
+        """`chunk_ids`: where the keys are, -1 where they are not yet."""
         access = self._access_of(context)
-        is_new = access.see(keys, self.space)
-        if is_new.any():
-            assert not access.finished, f"{context.req_id}: new keys after its end"
-            self.policy.on_request_access(keys[is_new], chunk_ids[is_new], context)
+        if len(keys):
+            is_new = access.see(keys, self.space.positions(keys), self.space)
+            if is_new is None or is_new.any():
+                assert not access.finished, f"{context.req_id}: new keys after its end"
+                if is_new is not None:
+                    keys, chunk_ids = keys[is_new], chunk_ids[is_new]
+                self.policy.on_request_access(keys, chunk_ids, context)
         if self.policy.distinguishes_reuse:
             # Reading back what it inserted itself is no second access.
             access.reused.update(set(reused.tolist()) - access.inserted)
@@ -84,7 +88,9 @@ class CPUOffloadingManager:
     def lookup_many(self, keys: Keys, context: RequestContext) -> LookupResults:
         chunk_ids = self.chunks.find(keys)
         results = np.ones(len(keys), np.int8)
-        results[~self.chunks.is_ready(chunk_ids)] = LookupResult.HIT_PENDING
+        is_ready = self.chunks.is_ready(chunk_ids)
+        if not is_ready.all():
+            results[~is_ready] = LookupResult.HIT_PENDING
         results[chunk_ids < 0] = LookupResult.MISS
         return results
 
@@ -106,6 +112,7 @@ class CPUOffloadingManager:
         if not self.chunks.is_ready(chunk_ids).all():
             raise EngineFatal("AssertionError", "chunk is not ready for reading")
         self.chunks.pin(chunk_ids)
+        self.policy.mark_used(chunk_ids)
         return chunk_ids
 
     def can_load(self, keys: Keys) -> bool:
@@ -141,20 +148,24 @@ class CPUOffloadingManager:
         if self.counts is not None:
             self.counts.note(keys)
         chunk_ids = self.chunks.find(keys)
-        is_candidate = chunk_ids < 0
-        is_reused = ~is_candidate & self.chunks.is_ready(chunk_ids)
-        if self.counts is not None:
-            is_candidate[is_candidate] = self.counts.admits(keys[is_candidate])
-        candidates = keys[is_candidate]
+        candidates, reused, observed, spared = keys, NO_KEYS, chunk_ids, NO_CHUNKS
+        if self.counts is not None or chunk_ids.max(initial=-1) >= 0:
+            is_candidate = chunk_ids < 0
+            is_reused = ~is_candidate & self.chunks.is_ready(chunk_ids)
+            if self.counts is not None:
+                is_candidate[is_candidate] = self.counts.admits(keys[is_candidate])
+            candidates, reused = keys[is_candidate], keys[is_reused]
+            counts = is_candidate | is_reused
+            keys, observed, spared = keys[counts], chunk_ids[counts], chunk_ids[chunk_ids >= 0]
         self._note_misses(candidates, context)
         # Also where no room is found: an observation is made once, and has been made.
-        counts = is_candidate | is_reused
-        self._note_access(keys[counts], chunk_ids[counts], context, reused=keys[is_reused])
+        self._note_access(keys, observed, context, reused=reused)
         if not len(candidates):
             return StorePlan(NO_KEYS, NO_CHUNKS, NO_KEYS)
         if protected is not None:
-            chunk_ids = self.chunks.find(protected)
-        evicted = self._make_room(len(candidates), chunk_ids[chunk_ids >= 0])
+            spared = self.chunks.find(protected)
+            spared = spared[spared >= 0]
+        evicted = self._make_room(len(candidates), spared)
         return None if evicted is None else self._insert(candidates, evicted, context)
 
     def _note_misses(self, keys: Keys, context: RequestContext) -> None:
@@ -191,9 +202,9 @@ class CPUOffloadingManager:
 
     def complete_store(self, keys: Keys, context: RequestContext, *, success: bool = True) -> None:
         chunk_ids = self.chunks.find(keys)
-        pending = chunk_ids >= 0
-        pending &= ~self.chunks.is_ready(chunk_ids)
-        chunk_ids, keys = chunk_ids[pending], keys[pending]
+        pending = self.chunks.is_pending(chunk_ids)
+        if not pending.all():
+            chunk_ids, keys = chunk_ids[pending], keys[pending]
         if not len(keys):
             return
         if success:

@@ -78,7 +78,8 @@ class HandoffStores:
             return None
         if not len(plan.keys):
             return None
-        accepted = np.isin(keys, plan.keys).nonzero()[0].tolist()
+        takes_all = len(plan.keys) == len(keys)
+        accepted = range(len(keys)) if takes_all else np.isin(keys, plan.keys).nonzero()[0].tolist()
         sizes = [0] * len(self._layout.groups)
         places = [0] * len(self._layout.groups)
         for which in accepted:

@@ -8,7 +8,7 @@ integer of the same meaning: `block key * num_groups + group`.
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreplay.connectors.offloading.arrays import Keys, Marks, Mask, grown, lazy_zeros
+from kvreplay.connectors.offloading.arrays import NO_KEYS, Keys, Marks, Mask, grown, lazy_zeros
 from kvreplay.kv.content import KeyArray
 
 
@@ -24,6 +24,8 @@ class KeySpace:
         self.num_keys = max(num_block_keys * num_groups, 1024)
         self._positions = lazy_zeros(self.num_keys)
         self._marks = Marks(self.num_keys)
+        self._last: tuple[Keys, NDArray[np.int64]] = NO_KEYS, NO_KEYS
+        """Of whom the positions were asked for last: several parties ask about the same."""
 
     def make(self, block_keys: KeyArray, group: int, ends: NDArray[np.int64]) -> Keys:
         """The keys of the prefixes whose last hash blocks are `block_keys`; `ends`: their tokens."""
@@ -37,8 +39,16 @@ class KeySpace:
         except IndexError:
             self._positions = grown(self._positions, int(keys.max()))
             self._positions[keys] = ends
+        self._last = NO_KEYS, NO_KEYS
 
     def positions(self, keys: Keys) -> NDArray[np.int64]:
+        last, positions = self._last
+        if last is not keys:
+            positions = self._find_positions(keys)
+            self._last = keys, positions
+        return positions
+
+    def _find_positions(self, keys: Keys) -> NDArray[np.int64]:
         try:
             return self._positions[keys].astype(np.int64)
         except IndexError:  # keys that nobody has made here

@@ -18,6 +18,9 @@ _HIT: Final = LookupResult.HIT
 _PENDING: Final = LookupResult.HIT_PENDING
 _RETRY: Final = LookupResult.RETRY
 
+_FIRST_PART: Final = 64
+"""Chunks that a scan asks about at first."""
+
 Observer = Callable[[int, LookupResult], None]
 """Told of each key that a lookup needed, in order, and what the manager said."""
 
@@ -87,10 +90,19 @@ class ChunkLookup:
         return None if is_undecided else count
 
     def _leading_hits_at_once(self, keys: Keys, state: RequestState) -> int | None:
-        results = self.manager.lookup_many(keys, state.context)
-        misses = (results == _MISS).nonzero()[0]
-        count = int(misses[0]) if len(misses) else len(keys)
-        return None if (results[:count] != _HIT).any() else count
+        """In ever longer parts: most scans end soon, or not at all."""
+        count, is_undecided = 0, False
+        size = _FIRST_PART
+        while count < len(keys):
+            results = self.manager.lookup_many(keys[count : count + size], state.context)
+            misses = (results == _MISS).nonzero()[0]
+            num_hits = int(misses[0]) if len(misses) else len(results)
+            is_undecided |= bool((results[:num_hits] != _HIT).any())
+            count += num_hits
+            if len(misses):
+                break
+            size *= 8
+        return None if is_undecided else count
 
     def last_window(self, keys: Keys, state: RequestState, *, window: int, first_window: int) -> int | None:
         """End of the last run of `window` chunks that are there, or length of the run that reaches the start.

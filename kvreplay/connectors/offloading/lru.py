@@ -4,7 +4,7 @@ A chunk's place is (rank, -position). A running request's chunks share its rank,
 ends, all that it has seen get fresh ranks, tail first.
 
 The order is one integer per chunk. Victims come from a *run*: all evictable chunks sorted at some moment, read from
-the front. An entry counts only if its chunk is still evictable and still has that place. What becomes evictable at a
+the front. An entry is *live* until its chunk gets another place or a user, or is taken. What becomes evictable at a
 place that the run has covered goes into a heap; later places wait for the next run.
 """
 
@@ -41,12 +41,18 @@ class LRUPolicy:
         self._generation = 0
         self._run: ChunkIds = NO_CHUNKS
         self._run_places: _Places = _NO_PLACES
+        self._is_live: Mask = np.zeros(1, np.bool_)
+        """Of the run's entries from the cursor on; one cell more stands for chunks that are not in the run."""
+        self._entry_of: NDArray[np.int32] = np.full(chunks.num_chunks + 1, -1, np.int32)
+        """Chunk → its place in the run."""
         self._cursor = 0
         self._horizon = -1
         """The run covers places up to this one."""
         self._late: list[tuple[int, int]] = []
         self._is_spared: Mask = np.zeros(chunks.num_chunks + 1, np.bool_)
         """Chunks that must not be taken now, while victims are sought."""
+        self._held: NDArray[np.intp] = np.empty(0, np.intp)
+        """Their entries in the run, which are no longer live until that is over."""
 
     # -- places -----------------------------------------------------------------------------------------------
 
@@ -66,10 +72,13 @@ class LRUPolicy:
             self._give_fresh_ranks(np.array([chunk_id], np.int32))
 
     def remove(self, keys: Keys, chunk_ids: ChunkIds) -> None:
-        pass
+        self._leave_run(chunk_ids)
 
     def mark_evictable(self, chunk_ids: ChunkIds) -> None:
         self._note_evictable(chunk_ids)
+
+    def mark_used(self, chunk_ids: ChunkIds) -> None:
+        self._leave_run(chunk_ids)
 
     def touch(self, keys: Keys) -> None:
         self._give_fresh_ranks(self._present(keys[::-1]))
@@ -89,8 +98,10 @@ class LRUPolicy:
             keys, chunk_ids, positions = keys[positions > 0], chunk_ids[positions > 0], positions[positions > 0]
         places = self._places_of(keys, positions, rank)
         rises = self._places[chunk_ids] < places
-        self._places[chunk_ids[rises]] = places[rises]
-        self._note_evictable(chunk_ids[rises])
+        risen = chunk_ids[rises]
+        self._places[risen] = places[rises]
+        self._leave_run(risen)
+        self._note_evictable(risen)
 
     def on_request_finished(self, keys: Keys, access: RequestAccess) -> None:
         self._give_fresh_ranks(self._present(keys[::-1]))
@@ -115,8 +126,9 @@ class LRUPolicy:
         """One after another: the last is the most recent."""
         ranks = np.arange(self._next_rank + 1, self._next_rank + 1 + len(chunk_ids))
         self._next_rank += len(chunk_ids)
+        # No run covers them: they come after all ranks that there were when it was made.
         self._places[chunk_ids] = (ranks << _RANK_SHIFT) + (_MAX_POSITION << _GROUP_BITS)
-        self._note_evictable(chunk_ids)
+        self._leave_run(chunk_ids)
 
     def _present(self, keys: Keys) -> ChunkIds:
         chunk_ids = self._chunks.find(keys)
@@ -125,10 +137,11 @@ class LRUPolicy:
     # -- victims ----------------------------------------------------------------------------------------------
 
     def evict(self, count: int, protected: ChunkIds) -> ChunkIds | None:
-        spared = protected[self._chunks.ref_counts[protected] == 0]
+        spared = protected[self._chunks.ref_counts[protected] == 0] if len(protected) else protected
         if count > self._chunks.num_evictable - len(spared):
             return None
-        self._is_spared[spared] = True
+        if len(spared):
+            self._hold(spared)
         victims: list[ChunkIds] = []
         while count:
             batch = self._next_victims(count)
@@ -138,22 +151,48 @@ class LRUPolicy:
             victims.append(batch)
             count -= len(batch)
             self._chunks.take_out(batch)
-        self._is_spared[spared] = False
+        if len(spared):
+            self._release(spared)
+        if len(victims) == 1:
+            return victims[0]
         return np.concatenate(victims) if victims else NO_CHUNKS
 
     def clear(self) -> None:
         self._next_rank = 0
         self._generation += 1
-        self._run, self._run_places, self._cursor, self._horizon = NO_CHUNKS, _NO_PLACES, 0, -1
-        self._late.clear()
+        self._use_run(NO_CHUNKS, _NO_PLACES)
+
+    def _leave_run(self, chunk_ids: ChunkIds) -> None:
+        self._is_live[self._entry_of[chunk_ids]] = False
+
+    def _hold(self, spared: ChunkIds) -> None:
+        self._is_spared[spared] = True
+        entries = self._entry_of[spared]
+        self._held = entries[(entries >= self._cursor) & self._is_live[entries]].astype(np.intp)
+        self._is_live[self._held] = False
+
+    def _release(self, spared: ChunkIds) -> None:
+        """Those that the run has come past in the meantime are looked for in the heap from now on."""
+        self._is_spared[spared] = False
+        self._is_live[self._held[self._held >= self._cursor]] = True
+        for entry in self._held[self._held < self._cursor].tolist():
+            heappush(self._late, (int(self._run_places[entry]), int(self._run[entry])))
 
     def _next_victims(self, count: int) -> ChunkIds:
         """Up to `count` from what the run and the heap hold, in order."""
-        ids, places, end = self._from_run(count)
-        late = self._from_heap(count, below=int(places[-1]) if len(places) == count else self._horizon + 1)
-        if not late:
-            self._cursor = end
-            return ids
+        entries, end = self._from_run(count)
+        ids = self._run[entries]
+        is_full = len(ids) == count
+        if self._late:
+            places = self._run_places[entries]
+            late = self._from_heap(count, below=int(places[-1]) if is_full else self._horizon + 1)
+            if late:
+                ids = self._merged(ids, places, late, count)
+        self._cursor = end
+        return ids
+
+    def _merged(self, ids: ChunkIds, places: _Places, late: list[tuple[int, int]], count: int) -> ChunkIds:
+        """The first `count` of both, in order. The others go into the heap."""
         late_places, late_ids = (np.array(column, np.int64) for column in zip(*late, strict=True))
         places = np.concatenate([places, late_places])
         ids = np.concatenate([ids, late_ids.astype(np.int32)])
@@ -161,30 +200,23 @@ class LRUPolicy:
         ids = ids[first]
         for place, chunk_id in zip(places[count:].tolist(), ids[count:].tolist(), strict=True):
             heappush(self._late, (place, chunk_id))
-        self._cursor = end
         return ids[:count]
 
-    def _from_run(self, count: int) -> tuple[ChunkIds, _Places, int]:
-        """The run's next `count` that count, their places, and where it goes on. Spared ones move to the heap."""
-        start, window = self._cursor, 2 * count + 64
+    def _from_run(self, count: int) -> tuple[NDArray[np.intp] | slice, int]:
+        """The run's next `count` live entries, and where it goes on."""
+        start, num_entries = self._cursor, len(self._run)
+        end = start + count
+        if end <= num_entries and self._is_live[start:end].all():
+            return slice(start, end), end
+        window = 2 * count + 64
         while True:
-            end = min(start + window, len(self._run))
-            ids, places = self._run[start:end], self._run_places[start:end]
-            found = (self._counts(ids, places) & ~self._is_spared[ids]).nonzero()[0]
-            if len(found) >= count or end == len(self._run):
+            end = min(start + window, num_entries)
+            found = self._is_live[start:end].nonzero()[0]
+            if len(found) >= count or end == num_entries:
                 break
             window *= 4
-        if len(found) > count:
-            found = found[:count]
-        if len(found) == count:
-            end = start + int(found[-1]) + 1
-        passed = self._run[start:end]
-        held = self._is_spared[passed]
-        if held.any():
-            held &= self._counts(passed, self._run_places[start:end])
-            for index in held.nonzero()[0].tolist():
-                heappush(self._late, (int(self._run_places[start + index]), int(passed[index])))
-        return ids[found], places[found], end
+        entries = found[:count] + start
+        return entries, int(entries[-1]) + 1 if len(entries) == count else end
 
     def _from_heap(self, count: int, *, below: int) -> list[tuple[int, int]]:
         """Up to `count` entries that count, taken off the heap, lowest place first, all lower than `below`."""
@@ -203,15 +235,13 @@ class LRUPolicy:
             heappush(late, entry)
         return taken
 
-    def _counts(self, ids: ChunkIds, places: _Places) -> NDArray[np.bool_]:
-        counts: NDArray[np.bool_] = (self._chunks.ref_counts[ids] == 0) & (self._places[ids] == places)
-        return counts
-
     def _note_evictable(self, chunk_ids: ChunkIds) -> None:
         """Evictable ones whose place the run has covered must not be missed."""
         if self._horizon < 0 or not len(chunk_ids):
             return
         places = self._places[chunk_ids]
+        if int(places.min()) > self._horizon:
+            return
         covered = (places <= self._horizon) & (self._chunks.ref_counts[chunk_ids] == 0)
         for place, chunk_id in zip(places[covered].tolist(), chunk_ids[covered].tolist(), strict=True):
             heappush(self._late, (place, chunk_id))
@@ -220,6 +250,15 @@ class LRUPolicy:
         evictable = np.flatnonzero(self._chunks.ref_counts == 0).astype(np.int32)
         places = self._places[evictable]
         order = np.argsort(places)
-        self._run, self._run_places, self._cursor = evictable[order], places[order], 0
-        self._horizon = int(self._run_places[-1]) if len(order) else -1
+        self._use_run(evictable[order], places[order])
+        self._held = self._is_spared[self._run].nonzero()[0]
+        self._is_live[self._held] = False
+
+    def _use_run(self, run: ChunkIds, places: _Places) -> None:
+        self._run, self._run_places, self._cursor = run, places, 0
+        self._horizon = int(places[-1]) if len(places) else -1
+        self._is_live = np.ones(len(run) + 1, np.bool_)
+        self._is_live[-1] = False
+        self._entry_of.fill(-1)
+        self._entry_of[run] = np.arange(len(run), dtype=np.int32)
         self._late.clear()

@@ -21,6 +21,10 @@ class CachePolicy(Protocol):
         """Their last user has gone."""
         ...
 
+    def mark_used(self, chunk_ids: ChunkIds) -> None:
+        """Each has a user, some for the first time."""
+        ...
+
     def touch(self, keys: Keys) -> None: ...
 
     def on_store_miss(self, keys: Keys) -> None:

@@ -205,11 +205,15 @@ class OffloadingScheduler:
     def build_meta(self, step: OffloadStep) -> OffloadingConnectorMetadata | None:
         """Orders for the workers; what was gathered in this step is spent."""
         self._update_states(step)
-        self._flush_preempted(step.preempted)
-        if self.ledger.fences:
+        if step.preempted:
+            self._flush_preempted(step.preempted)
+        if self.ledger.fences and self._allocated:
             self._jobs_to_flush |= self.ledger.fenced_by(self._allocated_set())
-        store_jobs = {job.job_id: job for job in self._handoffs.build(step, self.states)}
-        store_jobs.update(self._build_stores(step))
+        store_jobs: dict[int, TransferJob] = {}
+        if step.handoffs:
+            store_jobs = {job.job_id: job for job in self._handoffs.build(step, self.states)}
+        if step.requests or step.finished:
+            store_jobs.update(self._build_stores(step))
         if self.layout.windowed:
             self._note_settled(step)
         self.lookup_version += bool(store_jobs or self.load_jobs)
@@ -253,10 +257,8 @@ class OffloadingScheduler:
                     self._allocated += [blocks[group.group_id] for group in self.layout.groups]
         if step.copied_to:
             self._allocated.append(step.copied_to)
-        if self.layout.windowed:
-            allocated = self.allocated_ids
-            if len(allocated):
-                self._forget_stale_ids(allocated, lengths_before)
+        if self.layout.windowed and any(len(block_ids) for block_ids in self._allocated):
+            self._forget_stale_ids(lengths_before)
 
     @property
     def allocated_ids(self) -> BlockIds:
@@ -273,9 +275,10 @@ class OffloadingScheduler:
             allocated.update(listed(block_ids))
         return allocated
 
-    def _forget_stale_ids(self, allocated: BlockIds, lengths_before: dict[str, tuple[int, ...]]) -> None:
+    def _forget_stale_ids(self, lengths_before: dict[str, tuple[int, ...]]) -> None:
         """A block that has left a window may have been given to someone else: its old place is nobody's now."""
-        self._given_now.fill(allocated)
+        # Null blocks may be among them: where one is, there is nothing to forget.
+        self._given_now.fill(np.concatenate([np.asarray(block_ids, np.int64) for block_ids in self._allocated]))
         for req_id, state in self.states.items():
             lengths = lengths_before.get(req_id)
             for index in self.layout.windowed:

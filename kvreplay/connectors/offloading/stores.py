@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreplay.connectors.offloading.arrays import ChunkIds, Keys, Mask
+from kvreplay.connectors.offloading.arrays import NO_KEYS, ChunkIds, Keys, Mask
 from kvreplay.connectors.offloading.behaviour import OffloadBehaviour
 from kvreplay.connectors.offloading.keys import KeySpace
 from kvreplay.connectors.offloading.layout import SLIDING_WINDOW, OffloadGroup, OffloadLayout
@@ -25,6 +25,7 @@ from kvreplay.kv.block_pool import BlockIds
 
 Indices = NDArray[np.int64]
 _NO_BLOCKS: BlockIds = np.empty(0, np.int64)
+_NO_CHUNKS: Indices = np.empty(0, np.int64)
 
 
 class _Range(NamedTuple):
@@ -42,9 +43,10 @@ class _Range(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """Chunks that one group offers."""
+    """Chunks that one group offers. `chunks`: None where they follow each other from `start` on, all blocks real."""
 
-    chunks: Indices
+    start: int
+    chunks: Indices | None
     keys: Keys
 
 
@@ -98,7 +100,7 @@ class StoreBuilder:
             return None
         ranges = [self._range(state, group_state, num_tokens) for group_state in state.groups]
         offers = [self._offer(state, index, chunks_range) for index, chunks_range in enumerate(ranges)]
-        offered = np.concatenate([offer.keys for offer in offers])
+        offered = _joined([offer.keys for offer in offers])
         plan = self._manager.prepare_store(offered, state.context) if len(offered) else None
         if plan is None and len(offered):
             self._on_allocation_failure(state.request.request_id)
@@ -177,16 +179,18 @@ class StoreBuilder:
 
     def _offer(self, state: RequestState, index: int, chunks_range: _Range) -> _Offer:
         group_state = state.groups[index]
-        group, (start, end, *_) = group_state.group, chunks_range
+        group, start, end = group_state.group, chunks_range.start, chunks_range.end
         if group.is_aligned_state or end <= start:
-            return _Offer(np.empty(0, np.int64), group_state.keys[:0])
+            return _Offer(start, _NO_CHUNKS, NO_KEYS)
         size = group.blocks_per_chunk
         blocks = group_state.table.ids[start * size : end * size]
         if len(blocks) != (end - start) * size:
             raise EngineFatal("AssertionError", "_build_store_jobs: keys and block ids differ in number")
+        if not group.is_windowed and blocks.all():
+            return _Offer(start, None, group_state.keys[start:end])
         wanted = self._is_wanted(state, index, chunks_range, blocks.reshape(-1, size))
         chunks = start + np.flatnonzero(wanted)
-        return _Offer(chunks, group_state.keys[chunks])
+        return _Offer(start, chunks, group_state.keys[chunks])
 
     def _is_wanted(self, state: RequestState, index: int, chunks_range: _Range, blocks: BlockIds) -> Mask:
         """Which chunks of the range to offer; `blocks` has a row for each."""
@@ -219,26 +223,41 @@ class StoreBuilder:
             raise EngineFatal("AssertionError", "_build_store_jobs: a load is pending")
         takes_all = len(plan.keys) == sum(len(offer.keys) for offer in offers)
         sources = [
-            self._source(
-                group_state, offer.chunks if takes_all else offer.chunks[~self._space.not_among(offer.keys, plan.keys)]
-            )
+            self._source(group_state, offer, None if takes_all else ~self._space.not_among(offer.keys, plan.keys))
             for group_state, offer in zip(state.groups, offers, strict=True)
         ]
         gpu = GpuBlocks(
-            np.concatenate([blocks for blocks, _ in sources]),
+            _joined([blocks for blocks, _ in sources]),
             tuple(len(blocks) for blocks, _ in sources),
             tuple(first for _, first in sources),
         )
-        of_kind: dict[bool, list[BlockIds]] = {True: [_NO_BLOCKS], False: [_NO_BLOCKS]}
-        for group, (blocks, _) in zip(self._layout.groups, sources, strict=True):
-            of_kind[group.is_windowed].append(blocks)
-        fenced, deferred = np.concatenate(of_kind[True]), np.concatenate(of_kind[False])
+        fenced, deferred = (
+            _joined(
+                [
+                    blocks
+                    for group, (blocks, _) in zip(self._layout.groups, sources, strict=True)
+                    if group.is_windowed is kind
+                ]
+            )
+            for kind in (True, False)
+        )
         return self.open(state, plan.keys, gpu, plan.chunk_ids, fenced=fenced, deferred_fence=deferred)
 
-    def _source(self, group_state: GroupState, chunks: Indices) -> tuple[BlockIds, int]:
-        """Blocks of the chunks that were accepted, and the first one's place in the table."""
+    def _source(self, group_state: GroupState, offer: _Offer, is_accepted: Mask | None) -> tuple[BlockIds, int]:
+        """Blocks of the chunks that were accepted (None: all), and the first one's place in the table."""
         size = group_state.group.blocks_per_chunk
-        places = (chunks[:, np.newaxis] * size + np.arange(size)).ravel()
+        chunks = offer.chunks
+        if chunks is None:
+            num_chunks = len(offer.keys)
+            if is_accepted is None:
+                first = offer.start * size
+                return group_state.table.ids[first : first + num_chunks * size].copy(), first
+            chunks = np.arange(offer.start, offer.start + num_chunks)
+        if is_accepted is not None:
+            chunks = chunks[is_accepted]
+        if not len(chunks):
+            return _NO_BLOCKS, 0
+        places = chunks if size == 1 else (chunks[:, np.newaxis] * size + np.arange(size)).ravel()
         blocks = group_state.table.ids[places]
         is_real = blocks != 0
         return blocks[is_real], int(places[is_real][0]) if is_real.any() else 0
@@ -268,3 +287,12 @@ class StoreBuilder:
         )
         state.jobs[job_id] = None
         return TransferJob(job_id, req_id, True, gpu, chunk_ids)
+
+
+def _joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """One after the other."""
+    if len(parts) > 1:
+        parts = [part for part in parts if len(part)]
+    if not parts:
+        return _NO_BLOCKS
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
