@@ -55,16 +55,23 @@ def _handovers(frame: pl.DataFrame) -> pl.LazyFrame:
 
 
 def _transfers(frame: pl.DataFrame) -> pl.LazyFrame:
-    """Spans of `seq` in which a producer's write is in flight: it reads there, and writes at its peer."""
+    """Spans of `seq` in which a producer's write is in flight: it reads there, and writes at its peer.
+
+    Where a request is asked for twice, several of its writes are in flight at a time: the first that is over counts as
+    the end of the first that began, which covers the same time.
+    """
     columns = ("seq", "kind", "instance", "peer", "request_id", "transfer_id")
     key = ["instance", "peer", "request_id", "transfer_id"]
-    next_seq, next_kind = pl.col("seq").shift(-1).over(key), pl.col("kind").shift(-1).over(key)
-    end_seq = pl.when(next_kind == "send.finished").then(next_seq).otherwise(_NEVER)
+    is_start = pl.col("kind") == "send.started"
     spans = (
         rows_of(frame, ["send.started", "send.finished"], *columns)
-        .with_columns(end_seq=end_seq)
-        .filter(pl.col("kind") == "send.started")
-        .rename({"seq": "start_seq"})
+        .with_columns(
+            place=pl.when(is_start).then(is_start.cum_sum().over(key)).otherwise((~is_start).cum_sum().over(key))
+        )
+        .group_by(*key, "place", maintain_order=True)
+        .agg(start_seq=pl.col("seq").filter(is_start).first(), end_seq=pl.col("seq").filter(~is_start).first())
+        .filter(pl.col("start_seq").is_not_null())
+        .with_columns(pl.col("end_seq").fill_null(_NEVER))
     )
     shared = ("request_id", "transfer_id", "start_seq", "end_seq")
     return pl.concat(

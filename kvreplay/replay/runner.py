@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreplay.checkers.finding import RANK_AGREE, Finding
-from kvreplay.checkers.frames import routes
+from kvreplay.checkers.frames import routes, rows_of
 from kvreplay.checkers.trace_checkers import check_trace
 from kvreplay.errors import TraceError
-from kvreplay.events import DETAIL_RUN, Event
+from kvreplay.events import DETAIL_BLOCKS, DETAIL_RUN, Event
 from kvreplay.faults.blame import Blame
 from kvreplay.faults.plan import FaultPlan
 from kvreplay.faults.record import FaultStatistics
@@ -212,7 +212,9 @@ def _metadata(options: RunOptions) -> TraceMetadata:
 
 def _summarise(options: RunOptions, played: _Played, workload: Workload, sink: MemoryTrace) -> Summary:
     frame = sink.frame(_JUDGED_COLUMNS)
-    findings = check_trace(frame, sink.detail, _digests(played.content_index, workload))
+    findings = check_trace(frame, DETAIL_RUN, _digests(played.content_index, workload))
+    # No rows: the rows of level run are the same at every level.
+    of_blocks = _of_blocks(sink, findings) if sink.detail >= DETAIL_BLOCKS else []
     if findings:
         pairs = {row[0]: row[1:] for row in routes(frame).select("request_id", "producer", "serving").collect().rows()}
         for finding in findings:
@@ -229,7 +231,18 @@ def _summarise(options: RunOptions, played: _Played, workload: Workload, sink: M
         ],
         path_timers_ns=path_timers_ns(options.loaded.config),
     )
-    return summarise(frame, facts)
+    return summarise(frame, facts, of_blocks)
+
+
+def _of_blocks(sink: MemoryTrace, known: Sequence[Finding]) -> list[Finding]:
+    """What only the rows of blocks show."""
+    frame = sink.block_frame(_JUDGED_COLUMNS)
+    last_fault = dict(rows_of(frame, ["fault.injected"], "request_id", "seq").collect().rows())
+    return [
+        finding._replace(cause_seq=last_fault.get(finding.request_id))
+        for finding in check_trace(frame, DETAIL_BLOCKS)
+        if finding not in known
+    ]
 
 
 def _fault_behind(finding: Finding, blame: Blame, pair: Iterable[str | None]) -> int | None:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from kvreplay.errors import TraceError
-from kvreplay.events import DETAIL_RUN, Event
+from kvreplay.events import DETAIL_BLOCKS, DETAIL_RUN, DETAIL_STEPS, Event
 from kvreplay.sim.event_loop import FOREVER_NS
 from kvreplay.trace.columns import (
     CAUSE_HANDLE,
@@ -55,7 +55,8 @@ class TraceData(Protocol):
 class MemoryTrace:
     """Collects events, and keeps those that every detail level has. An `EventSink`.
 
-    Finer events are accepted too, so that a writer can be put in its place; here they are only numbered.
+    Finer events are accepted too, so that a writer can be put in its place; here they are only numbered, but that those
+    of blocks are kept beside the others, for laws that only they show broken.
     """
 
     def __init__(self, metadata: TraceMetadata, detail: int = DETAIL_RUN) -> None:
@@ -71,6 +72,8 @@ class MemoryTrace:
         """Nothing earlier may still come."""
         self._num_rows = 0
         self._run_rows: list[pa.Table] = []
+        self._block_rows: list[pa.Table] = []
+        """At detail level blocks: rows of that level and of level run."""
         self._run_handles: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         self._fingerprint = Fingerprint()
 
@@ -94,6 +97,8 @@ class MemoryTrace:
     def advance(self, watermark_ns: int) -> None:
         """Promise that no later event is earlier than `watermark_ns`. Cheap; call it often."""
         if self._num_pending >= self._flush_at:
+            if self._cells:
+                self._transpose()  # they may be earlier than what is pending: instances report their past late
             self._flush(watermark_ns)
             # Rows that stay are sorted again only once as many have come: no work in vain far ahead.
             self._flush_at = max(_FLUSH_ROWS, 2 * self._num_pending)
@@ -130,6 +135,8 @@ class MemoryTrace:
         run_rows = rows.filter(pa.array(is_run))
         self._fingerprint.update(run_rows)
         self._run_rows.append(run_rows.cast(SCHEMA))
+        if self.detail >= DETAIL_BLOCKS:
+            self._block_rows.append(rows.filter(pa.array(levels != DETAIL_STEPS)).cast(SCHEMA))
         self._num_rows += len(rows)
         self._store(rows)
 
@@ -164,6 +171,11 @@ class MemoryTrace:
     def frame(self, columns: Sequence[str] | None = None) -> "pl.DataFrame":
         self.settle()
         return frame_of(self._run_rows, columns)
+
+    def block_frame(self, columns: Sequence[str]) -> "pl.DataFrame":
+        """The same with the rows of detail level blocks between; empty at any other level."""
+        self.settle()
+        return frame_of(self._block_rows, columns)
 
     def fingerprint(self) -> str:
         self.settle()

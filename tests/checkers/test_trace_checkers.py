@@ -210,6 +210,19 @@ def test_tables_may_hold_placeholders(frame_of: FrameOf) -> None:
 # -- FENCE ----------------------------------------------------------------------------------------------------
 
 
+def test_a_request_that_is_written_twice_at_a_time_is_in_flight_until_both_are_over(frame_of: FrameOf) -> None:
+    def blocks(kind: str, request_id: str, time_ns: int) -> Event:
+        return Event(kind, time_ns, "D0", request_id=request_id, group=0, block_ids=[7])
+
+    def send(kind: str, time_ns: int) -> Event:
+        return Event(kind, time_ns, "P0", request_id="r1", peer="D0", transfer_id="x1")
+
+    had = [blocks("block.allocated", "r1", 1), send("send.started", 2), send("send.started", 3)]
+    had += [send("send.finished", 4), blocks("block.freed", "r1", 5)]
+    assert check_fence(frame_of(*had, blocks("block.allocated", "r2", 6), send("send.finished", 7)))
+    assert not check_fence(frame_of(*had, send("send.finished", 6), blocks("block.allocated", "r2", 7)))
+
+
 def sending(kind: str, time_ns: int) -> Event:
     return Event(f"send.{kind}", time_ns, "P0", request_id="r1", peer="D0", transfer_id="x1", num_blocks=1)
 

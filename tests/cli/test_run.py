@@ -245,6 +245,33 @@ def test_a_truncated_trace_says_where_it_ends(tmp_path: Path, capsys: pytest.Cap
     assert message.endswith(", expected b'PAR1'")
 
 
+# -- detail ----
+
+
+def test_rows_of_blocks_show_where_a_breach_begins_and_change_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The consumer gives up after 5 s and gives the blocks away; the write lands in them 55 s later."""
+    late = "pool-pressure --limit 40 --inject mooncake.engine-slow:count=3 --set connector.receive_timeout=5 --json"
+
+    def fences(detail: str) -> tuple[str, list[float], set[str]]:
+        assert run_app(["run", *late.split(), "-o", str(tmp_path / detail), "--detail", detail]) == 3
+        document = json.loads(capsys.readouterr().out)
+        assert run_app(["report", str(tmp_path / detail), "--json"]) == 3
+        assert json.loads(capsys.readouterr().out)["violations"] == document["violations"]
+        found = [finding for finding in document["violations"] if finding["checker"] == "FENCE"]
+        times = [finding["time_s"] for finding in found]
+        return document["fingerprint"], times, {finding["fault"] for finding in found}
+
+    fingerprint, landed, faults = fences("steps")
+    again, given, same_faults = fences("blocks")
+    assert again == fingerprint
+    assert min(given) == pytest.approx(5.0, abs=0.1)
+    assert min(landed) == pytest.approx(60.0, abs=0.2)
+    assert set(landed) < set(given)
+    assert same_faults == faults == {"mooncake.engine-slow:count=3"}
+
+
 # -- names --------------------------------------------------------------------------------------------------------
 
 

@@ -105,6 +105,18 @@ def test_bytes_and_fingerprint_do_not_depend_on_how_rows_come_in(
     assert (tmp_path / "pieces.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
 
 
+def test_what_an_instance_reports_late_is_in_order_though_it_is_still_buffered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D1 has reported up to 9 when D0, which coasted from 0 on, reports what it did; then both are up to 9."""
+    monkeypatch.setattr(writer_module, "_CELLS", 4 * NUM_FIELDS)
+    monkeypatch.setattr(writer_module, "_FLUSH_ROWS", 4)
+    memory = MemoryTrace(METADATA)
+    for instance, times in (("D1", (2, 4, 6, 8)), ("D0", (1, 3))):
+        for time_ns in times:
+            memory.emit(Event("usage", time_ns, instance, status="steps", num_tokens=time_ns))
+    memory.advance(9)
+    assert memory.frame()["time_ns"].to_list() == [1, 2, 3, 4, 6, 8]
+
+
 @ONE_PATH
 @given(rows=EVENT_LISTS)
 def test_the_fingerprint_is_the_same_at_every_detail_and_wherever_it_is_computed(
