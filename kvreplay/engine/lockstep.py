@@ -150,21 +150,74 @@ class EventLockstep(Lockstep):
 
     def needing_blocks(self, step: int) -> list[Request]:
         """Members whose blocks change in `step`, in running order."""
+        buckets, period = self._buckets, self.block_size
         members: list[Request] = []
         for residue in self._residues:
-            members += self._buckets[(step - residue) % self.block_size].values()
+            bucket = buckets[(step - residue) % period]
+            if bucket:
+                members += bucket.values()
         if len(members) > 1:
             members.sort(key=_order)
         return members
 
     def num_needing_blocks(self, step: int) -> int:
-        return sum(len(self._buckets[(step - residue) % self.block_size]) for residue in self._residues)
+        buckets, period = self._buckets, self.block_size
+        return sum([len(buckets[(step - residue) % period]) for residue in self._residues])
 
     def growth(self, first_step: int, num_steps: int) -> Iterator[tuple[int, list[Request]]]:
-        for step in range(first_step, first_step + num_steps):
-            members = self.needing_blocks(step)
-            if members:
-                yield step, members
+        if num_steps <= len(self.members):
+            for step in range(first_step, first_step + num_steps):
+                members = self.needing_blocks(step)
+                if members:
+                    yield step, members
+            return
+        # Nobody joins or leaves in between.
+        due = sorted(self._due(first_step, num_steps))
+        place = 0
+        while place < len(due):
+            step = due[place][0]
+            end = place + 1
+            while end < len(due) and due[end][0] == step:
+                end += 1
+            yield step, [request for _, _, request in due[place:end]]
+            place = end
+
+    def _due(self, first_step: int, num_steps: int) -> Iterator[tuple[int, int, Request]]:
+        """(step, place in running order, member) for those steps in which a member's blocks change: from member to
+        member, where the steps are more than those."""
+        period, residues, end_step = self.block_size, self._residues, first_step + num_steps
+        for request in self.members.values():
+            since = request.lockstep_since
+            assert since is not None, request
+            ahead = since - request.num_computed_tokens - first_step
+            for residue in residues:
+                for step in range(first_step + (ahead + residue) % period, end_step, period):
+                    yield step, request.lockstep_order, request
+
+    def changes(self, first_step: int, num_steps: int) -> Iterator[tuple[int, list[int]]]:
+        """(step, by residue the number of members whose computed tokens are that) for those of the next steps in
+        which there are any."""
+        buckets, period, residues = self._buckets, self.block_size, self._residues
+        if num_steps <= len(self.members):
+            for step in range(first_step, first_step + num_steps):
+                counts = [len(buckets[(step - residue) % period]) for residue in residues]
+                if any(counts):
+                    yield step, counts
+            return
+        by_step: dict[int, list[int]] = {}
+        end_step = first_step + num_steps
+        for request in self.members.values():
+            since = request.lockstep_since
+            assert since is not None, request
+            ahead = since - request.num_computed_tokens - first_step
+            for index, residue in enumerate(residues):
+                for step in range(first_step + (ahead + residue) % period, end_step, period):
+                    by_step.setdefault(step, [0] * len(residues))[index] += 1
+        yield from sorted(by_step.items())
+
+    def most_changes(self, num_steps: int) -> int:
+        """No more often do members' blocks change in so many steps."""
+        return len(self.members) * len(self._residues) * (num_steps // self.block_size + 1)
 
     def filling_blocks(self, step: int) -> list[Request]:
         """None: what a step fills is hashed where the member's blocks change in it."""

@@ -118,6 +118,8 @@ class UniformAttentionCacheManager(KVCacheManager):
     The same decisions as `KVCacheManager` makes; a decoding request's take a few operations instead of arrays.
     """
 
+    counts_filled = True
+
     def __init__(self, *args: Any, **settings: Any) -> None:  # noqa: ANN401 - those of KVCacheManager
         super().__init__(*args, **settings)
         self._windows = [

@@ -59,10 +59,17 @@ _MAX_DECODE_PERIOD: Final = 1 << 16
 
 
 class DecodeEvents(NamedTuple):
-    """A decoding request's blocks change when its computed tokens are one of `residues`, modulo `period`."""
+    """A decoding request's blocks change when its computed tokens are one of `residues`, modulo `period`.
+
+    For each residue: `takes`, the blocks that it takes there; `gives` and `hashes`, how many at most it gives back,
+    and enters into the prefix cache.
+    """
 
     period: int
     residues: list[int]
+    takes: list[int]
+    gives: list[int]
+    hashes: list[int]
 
 
 class ConnectorHit(NamedTuple):
@@ -75,8 +82,11 @@ class ConnectorHit(NamedTuple):
 class KVCacheManager:
     """One pool, one table per request and group.
 
+    `counts_filled`: `num_filled` has the blocks that decoding requests fill.
     `max_in_flight_tokens`: the most tokens that steps in flight can hold (batches times token budget).
     """
+
+    counts_filled = False
 
     def __init__(
         self,
@@ -383,14 +393,22 @@ class KVCacheManager:
             period = lcm(period, group.attention_chunk_size or 1)
         if period > _MAX_DECODE_PERIOD:
             return None
-        residues: set[int] = set()
-        for manager in self.managers:
-            residues.update(
-                residue + start
-                for size, residue in manager.decode_events(self._caching_unit(manager.block_size))
-                for start in range(-size, period, size)
-            )
-        return DecodeEvents(period, sorted(residue for residue in residues if 0 <= residue < period))
+        events = [
+            event
+            for manager in self.managers
+            for event in manager.decode_events(self._caching_unit(manager.block_size))
+        ]
+        residues = sorted(
+            {residue for event in events for residue in range(event.residue % event.size, period, event.size)}
+        )
+        there = [[event for event in events if (residue - event.residue) % event.size == 0] for residue in residues]
+        return DecodeEvents(
+            period,
+            residues,
+            [sum(event.takes for event in found) for found in there],
+            [sum(event.gives for event in found) for found in there],
+            [sum(event.hashes for event in found) for found in there],
+        )
 
     def _caching_unit(self, block_size: int) -> int:
         """Blocks get their hashes whenever so many more tokens have been computed."""

@@ -6,30 +6,44 @@ outside lockstep does, in the same order.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvreplay.engine.lockstep import EventLockstep
 from kvreplay.engine.request import Request
+from kvreplay.kv.cache_manager import DecodeEvents
+
+_ENOUGH: Final = 1 << 62
+"""Nobody waits for blocks: no number of them that come makes a difference."""
 
 if TYPE_CHECKING:
     from kvreplay.engine.sched.lockstep_layer import LockstepLayer
 
 
 class HybridGrowth:
-    def __init__(self, scheduler: LockstepLayer, lockstep: EventLockstep) -> None:
+    def __init__(self, scheduler: LockstepLayer, lockstep: EventLockstep, events: DecodeEvents) -> None:
         self._scheduler = scheduler
         self._lockstep = lockstep
+        self._takes, self._gives, self._hashes = events.takes, events.gives, events.hashes
+        self._most_takes = max(events.takes)
         self.most_taken = len(scheduler.kv.groups)
         """Blocks that one member takes in one step, at most."""
 
     def grow_all(self, members: list[Request]) -> None:
         """There are enough blocks for all."""
         for request in members:
-            done = self.grow(request)
+            done = self._step(request)
             assert done, request
+        if members:
+            self._end()
 
     def grow(self, request: Request) -> bool:
         """What the member's step does to its blocks. False if the pool is too small now."""
+        done = self._step(request)
+        if done:
+            self._end()
+        return done
+
+    def _step(self, request: Request) -> bool:
         scheduler = self._scheduler
         kv = scheduler.kv
         self._lockstep.settle(request, scheduler.step)
@@ -40,10 +54,7 @@ class HybridGrowth:
             scheduler.on_member_grows(request)
         if scheduler.log.wants_blocks or scheduler._must_step:
             return self._grow_openly(request, num_computed)
-        if not kv.decode_step(request, request.content.block_keys, num_computed):
-            return False
-        self._end()
-        return True
+        return kv.decode_step(request, request.content.block_keys, num_computed)
 
     def _grow_openly(self, request: Request, num_computed: int) -> bool:
         """For those who must hear of each block."""
@@ -58,7 +69,6 @@ class HybridGrowth:
             for block_ids in new_blocks:
                 scheduler.connector.note_allocated(block_ids.tolist())
         scheduler._cache_computed(request, num_computed + 1)
-        self._end()
         return True
 
     def _end(self) -> None:
@@ -72,20 +82,25 @@ class HybridGrowth:
                 scheduler.on_blocks_to_zero(blocks)
 
     def steps_until_shortage(self, step: int, limit: int) -> int:
-        """How many steps from `step` on, up to `limit`, can be taken whatever members take in them, or give back."""
-        scheduler = self._scheduler
+        """How many steps from `step` on, up to `limit`, can be taken whatever members give back, or hash, in them."""
+        scheduler, lockstep = self._scheduler, self._lockstep
         free = scheduler.pool.num_free
-        missing = limit * len(scheduler.kv.groups) * len(self._lockstep) + 1
-        if (
-            scheduler.num_waiting
-            and len(scheduler.running) < scheduler.max_num_active
-            and scheduler._misfit is not None
-        ):
-            missing = scheduler._blocks_missing(scheduler._misfit)
-        for offset in range(limit):
-            changed = self._lockstep.num_needing_blocks(step + offset) * self.most_taken
-            free -= changed
-            missing -= 2 * changed  # what is filled may be hit, what is given back can be taken
+        missing, per_hash = _ENOUGH, 0
+        misfit = scheduler._misfit
+        if misfit is not None and scheduler.num_waiting and len(scheduler.running) < scheduler.max_num_active:
+            missing = scheduler._blocks_missing(misfit)
+            per_hash = 0 if misfit.ignores_generated and scheduler.kv.counts_filled else self.most_taken
+        most = lockstep.most_changes(limit)
+        if free >= most * self._most_takes and missing > most * self._most_freed(per_hash):
+            return limit
+        freed = [gives + per_hash * hashes for gives, hashes in zip(self._gives, self._hashes, strict=True)]
+        for at, counts in lockstep.changes(step, limit):
+            for count, takes, frees in zip(counts, self._takes, freed, strict=True):
+                free -= count * takes
+                missing += count * (takes - frees)
             if free < 0 or missing <= 0:
-                return offset
+                return at - step
         return limit
+
+    def _most_freed(self, per_hash: int) -> int:
+        return max(gives + per_hash * hashes for gives, hashes in zip(self._gives, self._hashes, strict=True))

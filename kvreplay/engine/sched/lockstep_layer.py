@@ -22,8 +22,9 @@ class LockstepLayer(SchedulerState):
 
     def _use_lockstep_of_groups(self) -> None:
         """Windows, states and several groups grow their own way."""
-        if isinstance(self.lockstep, EventLockstep):
-            self._hybrid_growth = HybridGrowth(self, self.lockstep)
+        if self._decode_events is not None:
+            assert isinstance(self.lockstep, EventLockstep)
+            self._hybrid_growth = HybridGrowth(self, self.lockstep, self._decode_events)
 
     @property
     def _must_step(self) -> bool:

@@ -143,7 +143,7 @@ class SchedulerState:
 
         self._is_simple = len(kv.groups) == 1 and kv.groups[0].is_full_attention
         is_followed = connector is not None and connector.follows_windows
-        events = None if self._is_simple or is_followed else kv.decode_events()
+        events = self._decode_events = None if self._is_simple or is_followed else kv.decode_events()
         self._most_taken = len(kv.groups)
         """Blocks that a decoding request takes in one step, at most."""
         self.lockstep = (

@@ -67,6 +67,17 @@ class Need(NamedTuple):
     apply_cap: bool = False
 
 
+class DecodeEvent(NamedTuple):
+    """Where computed tokens, modulo `size`, are `residue`: the blocks that a step takes, and how many at most it gives
+    back, and enters into the prefix cache."""
+
+    size: int
+    residue: int
+    takes: int = 0
+    gives: int = 0
+    hashes: int = 0
+
+
 class KVGroupManager(ABC):
     """One group's block tables over the shared pool."""
 
@@ -291,12 +302,15 @@ class KVGroupManager(ABC):
 
     # -- decoding ---------------------------------------------------------------------------------------------
 
-    def decode_events(self, caching_unit: int) -> list[tuple[int, int]]:
-        """(size, residue): its blocks may change where the computed tokens, modulo size, are that.
+    def decode_events(self, caching_unit: int) -> list[DecodeEvent]:
+        """Where the blocks of a request that computes one token a step change.
 
         `caching_unit`: blocks get their hashes whenever so many more tokens have been computed.
         """
-        return [(self.block_size, 0), (caching_unit, caching_unit - 1)]
+        return [
+            DecodeEvent(self.block_size, 0, takes=1),
+            DecodeEvent(caching_unit, caching_unit - 1, hashes=max(caching_unit // self.block_size, 1)),
+        ]
 
     # -- what a step takes along ------------------------------------------------------------------------------
 

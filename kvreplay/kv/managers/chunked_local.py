@@ -5,8 +5,8 @@ import numpy as np
 from kvreplay.errors import EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.block_pool import BlockIds, BlockPool, Keys
-from kvreplay.kv.managers.base import CacheRules, JointLookup, KVGroupManager
-from kvreplay.kv.specs import KVCacheGroupSpec
+from kvreplay.kv.managers.base import CacheRules, DecodeEvent, JointLookup, KVGroupManager
+from kvreplay.kv.specs import KVCacheGroupSpec, cdiv
 
 
 class ChunkedLocalManager(KVGroupManager):
@@ -18,8 +18,9 @@ class ChunkedLocalManager(KVGroupManager):
     def skipped_tokens(self, num_computed_tokens: int) -> int:
         return num_computed_tokens // self.chunk * self.chunk
 
-    def decode_events(self, caching_unit: int) -> list[tuple[int, int]]:
-        return [*super().decode_events(caching_unit), (self.chunk, 0)]
+    def decode_events(self, caching_unit: int) -> list[DecodeEvent]:
+        gives = cdiv(self.chunk, self.block_size)
+        return [*super().decode_events(caching_unit), DecodeEvent(self.chunk, 0, gives=gives)]
 
     def find_longest_cache_hit(
         self, group: JointLookup, keys: Keys, max_length: int, *, drop_eagle_block: bool

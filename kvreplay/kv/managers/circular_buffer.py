@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvreplay.kv.block_pool import BlockIds, Keys
-from kvreplay.kv.managers.base import NO_BLOCKS, Hashable, JointLookup, KVGroupManager, Need
+from kvreplay.kv.managers.base import NO_BLOCKS, DecodeEvent, Hashable, JointLookup, KVGroupManager, Need
 
 
 class CircularBufferManager(KVGroupManager):
@@ -30,7 +30,7 @@ class CircularBufferManager(KVGroupManager):
     def cache_blocks(self, request: Hashable, keys: Keys, num_tokens: int, boundaries: Sequence[int]) -> BlockIds:
         return NO_BLOCKS
 
-    def decode_events(self, caching_unit: int) -> list[tuple[int, int]]:
+    def decode_events(self, caching_unit: int) -> list[DecodeEvent]:
         return []
 
     def remove_skipped_blocks(self, request_id: str, num_processed_tokens: int) -> None:

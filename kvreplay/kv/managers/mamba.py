@@ -18,6 +18,7 @@ from kvreplay.kv.block_table import BlockTable
 from kvreplay.kv.managers.base import (
     NO_BLOCKS,
     CacheRules,
+    DecodeEvent,
     Hashable,
     JointLookup,
     KVGroupManager,
@@ -75,9 +76,9 @@ class MambaManager(KVGroupManager):
             blocks.append(table)
         return blocks, (last + 1) * unit
 
-    def decode_events(self, caching_unit: int) -> list[tuple[int, int]]:
+    def decode_events(self, caching_unit: int) -> list[DecodeEvent]:
         """The step after it has gone on in another block gives the one before back."""
-        return [*super().decode_events(caching_unit), (self.block_size, 1 % self.block_size)]
+        return [*super().decode_events(caching_unit), DecodeEvent(self.block_size, 1, gives=2)]
 
     def num_blocks_to_allocate(self, request_id: str, hit: BlockIds, need: Need) -> int:
         extra = self.block_size * self.num_spec_blocks

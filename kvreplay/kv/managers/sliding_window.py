@@ -8,7 +8,7 @@ import numpy as np
 from kvreplay.errors import EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.block_pool import BlockIds, BlockPool, Keys
-from kvreplay.kv.managers.base import CacheRules, JointLookup, KVGroupManager, Mask
+from kvreplay.kv.managers.base import CacheRules, DecodeEvent, JointLookup, KVGroupManager, Mask
 from kvreplay.kv.specs import KVCacheGroupSpec, cdiv
 
 
@@ -21,9 +21,9 @@ class SlidingWindowManager(KVGroupManager):
     def skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - self.window + 1 - self.spec.extra_retained_tokens)
 
-    def decode_events(self, caching_unit: int) -> list[tuple[int, int]]:
-        left = (self.window - 1 + self.spec.extra_retained_tokens) % self.block_size
-        return [*super().decode_events(caching_unit), (self.block_size, left)]
+    def decode_events(self, caching_unit: int) -> list[DecodeEvent]:
+        reach = self.window - 1 + self.spec.extra_retained_tokens
+        return [*super().decode_events(caching_unit), DecodeEvent(self.block_size, reach, gives=1)]
 
     def _blocks_for_hit(self, *, drop_eagle_block: bool) -> int:
         """Contiguous cached blocks that a hit needs, the one to be dropped included."""
