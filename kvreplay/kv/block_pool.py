@@ -159,6 +159,24 @@ class BlockPool:
         self._ref_view[block_id] = 1
         return block_id
 
+    def take_column(self, view: memoryview, place: int, stride: int, count: int) -> None:
+        """`take_one` for each of `count` places of `view`, from `place` on: one block in each group of a table."""
+        assert self.num_free >= count
+        queue, keys, references, head = self._queue_view, self._key_view, self._ref_view, self._head
+        for at in range(place, place + stride * count, stride):
+            block_id = queue[head]
+            while not block_id:
+                head += 1
+                block_id = queue[head]
+            head += 1
+            key = keys[block_id]
+            if key != NO_KEY:
+                self._evict_reused_one(block_id, key)
+            references[block_id] = 1
+            view[at] = block_id
+        self._head = head
+        self.num_free -= count
+
     def touch(self, block_ids: BlockIds) -> None:
         """One more reference for each; free ones leave the free queue. No null blocks."""
         free = block_ids[self.ref_counts[block_ids] == 0]
@@ -237,6 +255,63 @@ class BlockPool:
         self.num_free += 1
         self._queue_view[place] = block_id
         self._place_view[block_id] = place
+
+    def free_column(self, view: memoryview, place: int, stride: int, count: int) -> None:
+        """`free_one` for the blocks at `count` places of `view`, from `place` on, which are null then; those that are
+        null already are left alone."""
+        if self._head < count or self._tail + count > len(self._queue):
+            self._recentre()
+        references, keys, queue, places = self._ref_view, self._key_view, self._queue_view, self._place_view
+        for at in range(place, place + stride * count, stride):
+            block_id = view[at]
+            if not block_id:
+                continue
+            view[at] = NULL_BLOCK_ID
+            references[block_id] -= 1
+            if references[block_id]:
+                assert references[block_id] > 0, "block freed twice"
+                continue
+            if self.enable_caching and keys[block_id] != NO_KEY:
+                end = self._tail
+                self._tail = end + 1
+            else:
+                end = self._head = self._head - 1
+            self.num_free += 1
+            queue[end] = block_id
+            places[block_id] = end
+
+    def free_in_turns(self, groups: Sequence[BlockIds]) -> None:
+        """`free_blocks` for one list after the other. No block stands twice, and none is null."""
+        ordered = np.concatenate(groups)
+        if not len(ordered):
+            return
+        counts = self.ref_counts[ordered]
+        counts -= 1
+        self.ref_counts[ordered] = counts
+        if self._tail + len(ordered) > len(self._queue) or self._head < len(ordered):
+            self._recentre()
+        uncached = self.keys[ordered] == NO_KEY if self.enable_caching else np.ones(len(ordered), np.bool_)
+        num_uncached = int(count_nonzero(uncached))
+        if count_nonzero(counts):
+            assert counts.min() >= 0, "block freed twice"
+            is_free = counts == 0
+            uncached &= is_free
+            last = ordered[is_free & ~uncached]
+            num_uncached = int(count_nonzero(uncached))
+        elif num_uncached < len(ordered):
+            last = ordered[~uncached] if num_uncached else ordered
+        else:
+            last = _NO_BLOCKS
+        self.num_free += num_uncached + len(last)
+        if num_uncached == len(ordered):
+            # Each list goes before those that were given back earlier.
+            self._put_first(np.concatenate(groups[::-1]))
+        elif num_uncached:
+            ends = np.cumsum([len(blocks) for blocks in groups])[:-1]
+            parts = zip(np.split(ordered, ends), np.split(uncached, ends), strict=True)
+            self._put_first(np.concatenate([blocks[chosen] for blocks, chosen in parts][::-1]))
+        if len(last):
+            self._put_last(last)
 
     def free_each(self, ordered: Sequence[int]) -> None:
         """`free_blocks` for a list in which a block may stand several times."""

@@ -341,12 +341,22 @@ class JointLookup:
 
     def find(self, keys: Keys) -> list[BlockIds]:
         """For each member, the block of each key; 0 for all of them where one has none."""
-        found = [manager.pool.find(manager.pool_keys(keys)) for manager in self.managers]
-        if len(found) > 1:
-            missing = np.logical_or.reduce([blocks == NULL_BLOCK_ID for blocks in found])
-            for blocks in found:
-                blocks[missing] = NULL_BLOCK_ID
-        return found
+        found = self.first.pool.find(self.first.pool_keys(keys))
+        if len(self.managers) == 1:
+            return [found]
+        # Most lookups find little: only there is it worth asking for the others'.
+        places = found.nonzero()[0]
+        if not len(places):
+            return [found, *(np.zeros(len(keys), np.int64) for _ in self.managers[1:])]
+        some_keys = keys[places]
+        all_found = [found[places]]
+        all_found += [manager.pool.find(manager.pool_keys(some_keys)) for manager in self.managers[1:]]
+        is_missing = np.logical_or.reduce([blocks == NULL_BLOCK_ID for blocks in all_found])
+        spread = np.zeros((len(all_found), len(keys)), np.int64)
+        for row, blocks in zip(spread, all_found, strict=True):
+            blocks[is_missing] = NULL_BLOCK_ID
+            row[places] = blocks
+        return list(spread)
 
     def none(self) -> tuple[list[BlockIds], int]:
         return [NO_BLOCKS for _ in self.managers], 0
