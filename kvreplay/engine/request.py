@@ -84,6 +84,7 @@ class Request:
         "taint",
         "tainted_by",
         "transfer_id",
+        "windows_written_until",
         "written_until",
     )
 
@@ -152,6 +153,8 @@ class Request:
         self.clean_until = 0
         """Positions below have been verified, or written by the request itself from verified contents."""
         self.written_until = 0
+        self.windows_written_until = 0
+        """The same in groups with a window, where that may come later."""
         self.taint = 0
         """0, or a digest of what wrong contents it has read: everything it writes from then on is wrong too."""
 

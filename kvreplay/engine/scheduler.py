@@ -327,7 +327,7 @@ class Scheduler(AdmissionLayer):
             return explicit
         for request in finishing:
             # Up to date as of this step's schedule(): its token is computed, its output not yet appended.
-            self._leave_lockstep(request, in_flight=True)
+            self._leave_lockstep(request, in_flight=True, is_over=True)
             request.num_in_flight_tokens = 0
         return sorted([*explicit, *((request, None) for request in finishing)], key=lambda pair: pair[0].lockstep_order)
 

@@ -24,7 +24,7 @@ from kvreplay.kv.content import WordArray
 from kvreplay.kv.managers.base import KVGroupManager
 from kvreplay.kv.memory import BlockIds as AnyBlockIds
 from kvreplay.kv.memory import History, Provenance
-from kvreplay.kv.specs import MAMBA, KVCacheGroupSpec
+from kvreplay.kv.specs import MAMBA, KVCacheGroupSpec, cdiv
 
 _NO_LOAD = -1
 
@@ -56,6 +56,9 @@ class WorkerModel:
         self._reads_from = [_first_read(spec) for spec in specs]
         self._windows = [manager if _has_window(manager.spec) else None for manager in scheduler.kv.managers]
         self._keeps_all = scheduler.connector is not None or scheduler.config.async_scheduling
+        self._window_runs = _runs_of_windows(self._windows)
+        self._groups_without_window = [group for group, window in enumerate(self._windows) if window is None]
+        self._writes_windows_late = bool(self._window_runs) and not self._keeps_all and not every_read
         self._state_groups = [group for group, spec in enumerate(specs) if spec.kind == MAMBA]
         self._token_groups = [group for group, spec in enumerate(specs) if spec.kind != MAMBA]
         self.late_writes: list[LateWrite] = []
@@ -69,6 +72,7 @@ class WorkerModel:
         self._rewritten: dict[int, None] = {}
         """Blocks in use that somebody else has written since the last step."""
         scheduler.on_leave_lockstep = self.flush
+        scheduler.on_end_in_lockstep = self._flush_last
         scheduler.on_member_grows = self.flush
         scheduler.on_blocks_to_zero = buffers.zero
         scheduler.on_blocks_freed = self._on_blocks_freed
@@ -102,6 +106,8 @@ class WorkerModel:
             for share in shares:
                 self._read(share, self._state_groups)
         for share in shares:
+            if share.admitted:
+                share.request.windows_written_until = share.start
             self._write(share.request, share.start, share.end)
         for share in shares:
             if self._read(share, self._token_groups):
@@ -123,27 +129,77 @@ class WorkerModel:
                 for group, table in enumerate(share.tables):
                     self.buffers.write(table, request.content, group, share.start, share.end)
 
-    def _write(self, request: Request, start: int, end: int, *, is_late: bool = False) -> None:
-        """`is_late`: these tokens were computed in earlier steps, and windows may have left some of them behind."""
+    def _write(self, request: Request, start: int, end: int, *, is_late: bool = False, is_over: bool = False) -> None:
+        """`is_late`: these tokens were computed in earlier steps, and windows may have left some of them behind.
+        `is_over`: the request gives its blocks back now."""
+        tables = self.scheduler.kv.block_arrays(request.request_id)
+        if not request.taint and self._writes_windows_late:
+            self._write_all_but_windows(request, tables, start, end)
+            self._write_windows(request, tables, start, end, is_late=is_late, is_over=is_over)
+            return
         buffers, taint = self.buffers, request.taint
-        for group, table in enumerate(self.scheduler.kv.block_arrays(request.request_id)):
+        if self._writes_windows_late and request.windows_written_until < start:
+            # What it computed before it read anything wrong.
+            self._write_windows(request, tables, request.windows_written_until, start, is_late=True, is_over=False)
+        for group, table in enumerate(tables):
             first = start
             window = self._windows[group]
             if window is not None:
                 # What a window has left is a table's beginning: where one block is real, all behind it are.
                 if not is_late and not table[start // window.block_size]:
-                    self._null_writes.append(WrongBlock(NULL_BLOCK_ID, group, request.request_id, start, None, True))
+                    self._note_null_write(request, group, start)
                 first = self._first_kept(window, table, start, end)
                 if first >= end:
                     continue
             hits_null = buffers.write(table, request.content, group, first, end, taint)
             if hits_null and window is None:
-                self._null_writes.append(WrongBlock(NULL_BLOCK_ID, group, request.request_id, start, None, True))
+                self._note_null_write(request, group, start)
             if taint:
                 places = slice(*buffers.rows_of(group).places(first, end))
                 buffers.origins.update(dict.fromkeys(table[places].tolist(), request.tainted_by))
                 buffers.origins.pop(NULL_BLOCK_ID, None)
+        request.written_until = request.windows_written_until = end
+
+    def _note_null_write(self, request: Request, group: int, start: int) -> None:
+        self._null_writes.append(WrongBlock(NULL_BLOCK_ID, group, request.request_id, start, None, True))
+
+    def _write_all_but_windows(self, request: Request, tables: Sequence[BlockIds], start: int, end: int) -> None:
+        for group in self._groups_without_window:
+            if self.buffers.write(tables[group], request.content, group, start, end):
+                self._note_null_write(request, group, start)
         request.written_until = end
+
+    def _write_windows(
+        self, request: Request, tables: Sequence[BlockIds], start: int, end: int, *, is_late: bool, is_over: bool
+    ) -> None:
+        """What windows hold is not written while nobody but the request itself can see it: until its prompt ends, or
+        blocks of it get a hash."""
+        if not is_late:
+            for first_group, end_group, window in self._window_runs:
+                if not tables[first_group][start // window.block_size]:
+                    for group in range(first_group, end_group):
+                        self._note_null_write(request, group, start)
+            start = request.windows_written_until
+            if end < request.num_tokens and all(
+                self._first_cached(tables[group], window.block_size, start, end) == end
+                for group, _, window in self._window_runs
+            ):
+                return
+        for first_group, end_group, window in self._window_runs:
+            table = tables[first_group]
+            if is_over:
+                first = self._first_cached(table, window.block_size, start, end)
+            else:
+                first = self._first_kept(window, table, start, end)
+            if first < end:
+                self.buffers.write_alike(tables[first_group:end_group], request.content, first_group, first, end)
+        request.windows_written_until = end
+
+    def _first_cached(self, table: BlockIds, block_size: int, start: int, end: int) -> int:
+        """The first of tokens [start, end) whose block has a hash; `end` if none has."""
+        first = start // block_size
+        places = self.scheduler.pool.is_cached(table[first : cdiv(end, block_size)]).nonzero()[0]
+        return max(start, (first + int(places[0])) * block_size) if len(places) else end
 
     def _first_kept(self, window: KVGroupManager, table: BlockIds, start: int, end: int) -> int:
         """The first of tokens [start, end) that anybody may still read: before the window only what has a hash, or what
@@ -241,11 +297,17 @@ class WorkerModel:
 
     # -- lockstep ---------------------------------------------------------------------------------------------
 
-    def flush(self, request: Request) -> None:
-        """Write what a decoding request has computed since it was last written; its counters are up to date."""
+    def flush(self, request: Request, *, is_over: bool = False) -> None:
+        """Write what a decoding request has computed since it was last written; its counters are up to date.
+
+        `is_over`: it gives its blocks back now.
+        """
         if request.written_until < request.num_computed_tokens:
-            self._write(request, request.written_until, request.num_computed_tokens, is_late=True)
+            self._write(request, request.written_until, request.num_computed_tokens, is_late=True, is_over=is_over)
             request.clean_until = request.num_computed_tokens
+
+    def _flush_last(self, request: Request) -> None:
+        self.flush(request, is_over=True)
 
     def _flush_members(self, *, in_step: bool = True) -> None:
         """Make visible what decoding requests have computed up to the step in progress, and (`in_step`) with it."""
@@ -275,14 +337,14 @@ class WorkerModel:
         for table in self.scheduler.kv.block_arrays(request.request_id):
             self._loading[table] = _NO_LOAD
         request.is_loading = False
-        request.clean_until = request.written_until = 0
+        request.clean_until = request.written_until = request.windows_written_until = 0
 
     def _on_blocks_freed(self, request: Request, freed: Sequence[BlockIds]) -> None:
         if request.is_loading:
             request.is_loading = False
             for block_ids in freed:
                 self._loading[block_ids] = _NO_LOAD
-        request.clean_until = request.written_until = 0
+        request.clean_until = request.written_until = request.windows_written_until = 0
         request.taint = 0
         request.tainted_by = None
 
@@ -373,6 +435,20 @@ class WorkerModel:
             if request.taint and request.lockstep_since is not None:
                 # It writes wrong words from this step on: let it do so openly.
                 self.scheduler.materialise_member(request, out)
+
+
+def _runs_of_windows(windows: Sequence[KVGroupManager | None]) -> list[tuple[int, int, KVGroupManager]]:
+    """(first, end, window of the first) for neighbouring groups whose windows leave the same behind."""
+    runs: list[tuple[int, int, KVGroupManager]] = []
+    for group, window in enumerate(windows):
+        if window is None:
+            continue
+        first, end, last = runs[-1] if runs else (0, 0, None)
+        if last is not None and end == group and last.spec.lookup_identity == window.spec.lookup_identity:
+            runs[-1] = (first, group + 1, last)
+        else:
+            runs.append((group, group + 1, window))
+    return runs
 
 
 def _has_window(spec: KVCacheGroupSpec) -> bool:

@@ -70,6 +70,28 @@ class BlockRows:
             self._rows[table[first:last]] = words.view(self._row)
         return hits_null
 
+    def put_alike(self, blocks: NDArray[np.int64], words: WordArray, start: int, end: int) -> None:
+        """Tokens [start, end) of several groups have `words` (shape [groups, tokens]), in `blocks` (shape [groups,
+        blocks], from the one of `start` on)."""
+        size = self.num_words
+        if self._unit != 1:
+            before = start // self.block_size * self.block_size  # `put` counts places from a table's beginning
+            for table, row in zip(blocks, words, strict=True):
+                self.put(table, row, start - before, end - before)
+            return
+        head, tail = start % size, end % size
+        if head and blocks.shape[1] == 1:
+            self.words[blocks[:, 0], head : head + words.shape[1]] = words
+            return
+        if head:
+            self.words[blocks[:, 0], head:] = words[:, : size - head]
+            blocks, words = blocks[:, 1:], words[:, size - head :]
+        if tail:
+            self.words[blocks[:, -1], :tail] = words[:, words.shape[1] - tail :]
+            blocks, words = blocks[:, :-1], words[:, : words.shape[1] - tail]
+        if blocks.shape[1]:
+            self._rows[blocks.ravel()] = np.ascontiguousarray(words).reshape(-1).view(self._row)
+
     def differing(self, table: BlockIds, expected: WordArray, start: int, end: int) -> Positions | None:
         """Of tokens [start, end), the first of each word that is not as expected; None if all are."""
         if self._unit != 1:

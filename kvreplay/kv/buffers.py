@@ -70,6 +70,17 @@ class KVBuffers:
             self._forget_history(table[first:last])
         return rows.put(table, words, start, end)
 
+    def write_alike(self, tables: Sequence[BlockIds], content: Content, first_group: int, start: int, end: int) -> None:
+        """`write` into groups from `first_group` on that differ in nothing but their blocks, none of which is null."""
+        rows = self.rows_of(first_group)
+        groups = np.arange(first_group, first_group + len(tables), dtype=np.uint64)[:, None]
+        words = self._expected(content, 0, start, end) + groups * np.uint64(_GROUP_STEP)
+        first, last = rows.places(start, end)
+        blocks = np.stack([table[first:last] for table in tables])
+        if self.provenance or self.origins:
+            self._forget_history(blocks[:, rows.renewed(start, end)[0] - first :].ravel())
+        rows.put_alike(blocks, words, start, end)
+
     def wrong_positions(self, table: BlockIds, content: Content, group: int, start: int, end: int) -> Positions | None:
         """Positions in [start, end) whose words are not what right contents give; None if all are right."""
         return self.rows_of(group).differing(table, self._expected(content, group, start, end), start, end)

@@ -37,7 +37,7 @@ class EndsLayer(LockstepLayer):
         self._ready_holding.pop(request_id, None)
         self.livelocked.pop(request_id, None)
         if request.lockstep_since is not None:
-            self._leave_lockstep(request, in_flight=self._in_flight is not None)
+            self._leave_lockstep(request, in_flight=self._in_flight is not None, is_over=True)
         if self.running.pop(request_id, None) is None:
             self.waiting.remove_all([request])
             self.kv_holding_waiting.remove_all([request])
@@ -139,7 +139,7 @@ class EndsLayer(LockstepLayer):
         if request is None:
             return False
         if request.lockstep_since is not None:
-            self._leave_lockstep(request)
+            self._leave_lockstep(request, is_over=True)
         self._preempt(request)
         return True
 

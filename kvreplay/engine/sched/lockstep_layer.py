@@ -178,9 +178,9 @@ class LockstepLayer(SchedulerState):
         request.lockstep_keys = request.content.block_keys.data
         self.lockstep.join(request, self.step + 1)
 
-    def _leave_lockstep(self, request: Request, *, in_flight: bool = False) -> None:
+    def _leave_lockstep(self, request: Request, *, in_flight: bool = False, is_over: bool = False) -> None:
         """Out of lockstep, counters up to date: as at the start of a step, or, `in_flight`, with the current step's
-        token computed and its output outstanding."""
+        token computed and its output outstanding. `is_over`: it gives its blocks back right away."""
         if in_flight and self._output_is_shared:
             # Whoever was admitted earlier has hashed what this step fills before.
             self._cache_filled_blocks()
@@ -188,8 +188,9 @@ class LockstepLayer(SchedulerState):
         request.is_prefill_chunk = False
         computed = request.num_computed_tokens
         self._cache_computed(request, computed)
-        if self.on_leave_lockstep is not None:
-            self.on_leave_lockstep(request)
+        told = self.on_end_in_lockstep if is_over else self.on_leave_lockstep
+        if told is not None:
+            told(request)
 
     def materialise_member(self, request: Request, out: SchedulerOutput) -> None:
         """Give one member a share of its own in the step in flight."""

@@ -141,7 +141,7 @@ class RunningLayer(EndsLayer):
     def _take_back(self, victim: Request, out: SchedulerOutput) -> None:
         """Preempt a running request within schedule(), and undo what the step has given it."""
         if victim.lockstep_since is not None:
-            self._leave_lockstep(victim)
+            self._leave_lockstep(victim, is_over=True)
         for index, share in enumerate(out.shares if self._by_priority else ()):
             if share.request is victim:
                 del out.shares[index]

@@ -114,6 +114,8 @@ class SchedulerState:
         """Requests that go round in circles: counted as stalled, though something keeps happening to them."""
         self.on_blocks_freed: Callable[[Request, Sequence[BlockIds]], None] | None = None
         self.on_leave_lockstep: Callable[[Request], None] | None = None
+        self.on_end_in_lockstep: Callable[[Request], None] | None = None
+        """The same for one that gives its blocks back right away."""
         self.on_member_grows: Callable[[Request], None] | None = None
         """Before a member of lockstep gives back or hashes blocks that it may not have written yet."""
         self.on_blocks_to_zero: Callable[[list[int]], None] | None = None
