@@ -6,6 +6,7 @@ from kvreplay.conformance.mooncake_transcript import Transcript
 from kvreplay.conformance.vector import Json, UnsupportedVectorError
 from kvreplay.engine.config import SchedulerConfig
 from kvreplay.engine.log import EngineLog
+from kvreplay.engine.options import SchedulerOptions
 from kvreplay.engine.output import ModelRunnerOutput, SchedulerOutput
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.scheduler import Scheduler
@@ -95,7 +96,7 @@ class ScheduledHalf:
             side.connector,
             _Sampler(),
             EngineLog(self._failures, None),
-            recompute_load_failures=self._recomputes,
+            SchedulerOptions(recompute_load_failures=self._recomputes),
         )
 
     def add(self, request: Request) -> None:

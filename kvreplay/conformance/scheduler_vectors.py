@@ -17,6 +17,7 @@ from kvreplay.engine.config import SPECULATIVE_METHODS, SchedulerConfig, Specula
 from kvreplay.engine.connector import KVConnectorOutput
 from kvreplay.engine.history.skipped_waiting import scheduler_kind
 from kvreplay.engine.log import EngineLog
+from kvreplay.engine.options import SchedulerOptions
 from kvreplay.engine.output import ModelRunnerOutput, RequestOutput, SchedulerOutput, Share
 from kvreplay.engine.recovery import FailureRules
 from kvreplay.engine.request import Request, RequestStatus
@@ -184,14 +185,16 @@ class Driver:
             self.connector,
             ScriptedSampler(),
             self.log,
-            failure_rules=FailureRules.of(behaviour),
-            rules=rules,
-            recompute_load_failures=engine.kv_load_failure_policy == "recompute" or self.connector is None,
-            kv_role=engine.kv_role if self.connector is not None else "",
-            speculation=speculation,
-            cache_block_size=engine.block_size,
-            divergent_hits=engine.divergent_hits,
-            defer_async_loads=engine.hisparse_host_blocks is not None,
+            SchedulerOptions(
+                rules=rules,
+                failure_rules=FailureRules.of(behaviour),
+                recompute_load_failures=engine.kv_load_failure_policy == "recompute" or self.connector is None,
+                kv_role=engine.kv_role if self.connector is not None else "",
+                divergent_hits=engine.divergent_hits,
+                defer_async_loads=engine.hisparse_host_blocks is not None,
+                speculation=speculation,
+                cache_block_size=engine.block_size,
+            ),
         )
         self.requests = self.scheduler.requests
         self.verifier = _Verifier(workload)

@@ -10,13 +10,13 @@ from collections.abc import Container
 import numpy as np
 
 from kvreplay.engine.accounts import RecomputeAccounts
-from kvreplay.engine.config import SchedulerConfig, SpeculativeConfig
+from kvreplay.engine.config import SchedulerConfig
 from kvreplay.engine.connector import KVConnectorOutput, SchedulerConnector
 from kvreplay.engine.log import EngineLog
+from kvreplay.engine.options import VLLM_0_33_OPTIONS, SchedulerOptions
 from kvreplay.engine.output import ModelRunnerOutput, RequestOutput, SchedulerOutput, Share
-from kvreplay.engine.recovery import VLLM_0_33_FAILURES, FailureRules, Recovery
+from kvreplay.engine.recovery import Recovery
 from kvreplay.engine.request import Request, RequestStatus
-from kvreplay.engine.rules import VLLM_0_33_RULES, SchedulerRules
 from kvreplay.engine.sampler import Sampler
 from kvreplay.engine.sched.admission import AdmissionLayer
 from kvreplay.engine.sched.state import Scan
@@ -35,13 +35,6 @@ _FINISH_REASONS = {
 class Scheduler(AdmissionLayer):
     """One engine instance's scheduler. `schedule` and `update_from_output` alternate, first in, first out; with
     overlapping steps the next is scheduled before the output of the last is taken in.
-
-    `recompute_load_failures`: `kv_load_failure_policy` is `recompute`; else it is `fail`.
-    `output_is_shared`: some request could hit blocks that hold another one's output.
-    `cache_block_size`: what chunks are aligned to for Mamba, if not its group's block size.
-    `divergent_hits`: the connector can bring a Mamba state that is missing at the end of full attention's hit.
-    `defer_async_loads`: loads, too, wait for steps in flight.
-    `loads_every_group`: a load brings all of a request's own blocks, also those that no prefix cache could hold.
     """
 
     def __init__(
@@ -51,39 +44,12 @@ class Scheduler(AdmissionLayer):
         connector: SchedulerConnector | None,
         sampler: Sampler,
         log: EngineLog,
-        *,
-        recompute_load_failures: bool = False,
-        failure_rules: FailureRules = VLLM_0_33_FAILURES,
+        options: SchedulerOptions = VLLM_0_33_OPTIONS,
         accounts: RecomputeAccounts | None = None,
-        use_lockstep: bool = False,
-        output_is_shared: bool = False,
-        kv_role: str = "",
-        speculation: SpeculativeConfig | None = None,
-        cache_block_size: int | None = None,
-        divergent_hits: bool = False,
-        defer_async_loads: bool = False,
-        loads_every_group: bool = False,
-        rules: SchedulerRules = VLLM_0_33_RULES,
     ) -> None:
-        super().__init__(
-            config,
-            kv,
-            connector,
-            sampler,
-            log,
-            accounts=accounts,
-            use_lockstep=use_lockstep,
-            output_is_shared=output_is_shared,
-            kv_role=kv_role,
-            speculation=speculation,
-            cache_block_size=cache_block_size,
-            divergent_hits=divergent_hits,
-            defer_async_loads=defer_async_loads,
-            loads_every_group=loads_every_group,
-            rules=rules,
-        )
+        super().__init__(config, kv, connector, sampler, log, options, accounts)
         self._use_lockstep_of_groups()
-        self.recovery = Recovery(self, recompute=recompute_load_failures, rules=failure_rules)
+        self.recovery = Recovery(self, recompute=options.recompute_load_failures, rules=options.failure_rules)
 
     # =========================================================================================================
     # schedule()

@@ -19,6 +19,7 @@ from kvreplay.engine.connector import EngineWorkers, SchedulerConnector
 from kvreplay.engine.history.skipped_waiting import scheduler_kind
 from kvreplay.engine.instance import Instance
 from kvreplay.engine.log import EngineLog
+from kvreplay.engine.options import SchedulerOptions
 from kvreplay.engine.overlapped_instance import OverlappedInstance
 from kvreplay.engine.recovery import FailureRules
 from kvreplay.engine.request import Request
@@ -161,14 +162,16 @@ class Node:
             connector,
             TraceSampler(),
             log,
-            recompute_load_failures=around.recompute,
-            failure_rules=FailureRules.of(around.behaviour),
-            kv_role=self.kv_role,
-            loads_every_group=around.config.connector.kind == "mooncake",
-            rules=rules,
-            accounts=RecomputeAccounts(log, around.index.num_segments),
-            use_lockstep=around.use_lockstep,
-            output_is_shared=around.index.shares_generated,
+            SchedulerOptions(
+                rules=rules,
+                failure_rules=FailureRules.of(around.behaviour),
+                recompute_load_failures=around.recompute,
+                kv_role=self.kv_role,
+                loads_every_group=around.config.connector.kind == "mooncake",
+                use_lockstep=around.use_lockstep,
+                output_is_shared=around.index.shares_generated,
+            ),
+            RecomputeAccounts(log, around.index.num_segments),
         )
         model = self._model(scheduler)
         if self.kv_role:

@@ -8,6 +8,7 @@ from kvreplay.engine.accounts import RecomputeAccounts
 from kvreplay.engine.config import SchedulerConfig
 from kvreplay.engine.connector import KVConnectorOutput
 from kvreplay.engine.log import EngineLog
+from kvreplay.engine.options import SchedulerOptions
 from kvreplay.engine.output import ModelRunnerOutput, RequestOutput, SchedulerOutput
 from kvreplay.engine.recovery import VLLM_0_33_FAILURES, FailureRules
 from kvreplay.engine.request import Request, RequestStatus
@@ -87,11 +88,13 @@ class Bench:
             self.connector,
             self._sampler,
             self.log,
-            recompute_load_failures=recompute,
-            failure_rules=failure_rules,
-            accounts=self.accounts,
-            use_lockstep=use_lockstep,
-            output_is_shared=True,
+            SchedulerOptions(
+                recompute_load_failures=recompute,
+                failure_rules=failure_rules,
+                use_lockstep=use_lockstep,
+                output_is_shared=True,
+            ),
+            self.accounts,
         )
         self.index = TokenIndex(self.kv.rules.hash_block_size)
         self.output: SchedulerOutput | None = None

@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 from kvreplay.engine.accounts import RecomputeAccounts
 from kvreplay.engine.chunks import chunk_rules
-from kvreplay.engine.config import SchedulerConfig, SpeculativeConfig
+from kvreplay.engine.config import SchedulerConfig
 from kvreplay.engine.connector import SchedulerConnector
 from kvreplay.engine.fences import Fences
 from kvreplay.engine.lockstep import EventLockstep, Lockstep
 from kvreplay.engine.log import EngineLog
+from kvreplay.engine.options import VLLM_0_33_OPTIONS, SchedulerOptions
 from kvreplay.engine.output import RequestOutput, SchedulerOutput, Share
 from kvreplay.engine.queues import PriorityQueue, RequestQueue
 from kvreplay.engine.request import Request
-from kvreplay.engine.rules import VLLM_0_33_RULES, SchedulerRules
 from kvreplay.engine.sampler import Sampler
 from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.block_table import BlockTable
@@ -48,7 +48,7 @@ class Misfit(NamedTuple):
 
 
 class SchedulerState:
-    """What all layers of the scheduler share. The parameters are those of `Scheduler`."""
+    """What all layers of the scheduler share."""
 
     def __init__(
         self,
@@ -57,18 +57,10 @@ class SchedulerState:
         connector: SchedulerConnector | None,
         sampler: Sampler,
         log: EngineLog,
-        *,
+        options: SchedulerOptions = VLLM_0_33_OPTIONS,
         accounts: RecomputeAccounts | None = None,
-        use_lockstep: bool = False,
-        output_is_shared: bool = False,
-        kv_role: str = "",
-        speculation: SpeculativeConfig | None = None,
-        cache_block_size: int | None = None,
-        divergent_hits: bool = False,
-        defer_async_loads: bool = False,
-        loads_every_group: bool = False,
-        rules: SchedulerRules = VLLM_0_33_RULES,
     ) -> None:
+        speculation, rules = options.speculation, options.rules
         self.config = config
         self._token_budget = config.token_budget
         self.kv = kv
@@ -81,23 +73,23 @@ class SchedulerState:
         self._num_spec_tokens = speculation.num_speculative_tokens if speculation is not None else 0
         self._num_lookahead_tokens = speculation.num_lookahead_tokens if speculation is not None else 0
         self._num_draft_slots = speculation.num_draft_slots if speculation is not None else 0
-        self._chunks = chunk_rules(config, kv, speculation, cache_block_size, rules)
+        self._chunks = chunk_rules(config, kv, speculation, options.cache_block_size, rules)
         self._num_step_slots = 1 + self._num_spec_tokens + self._num_lookahead_tokens if self._num_spec_tokens else 0
         self._step_blocks = kv.blocks_of_tokens(self._num_step_slots)
         self._is_async = config.async_scheduling
         self._by_priority = config.policy == "priority"
-        self._is_producer = kv_role in ("kv_producer", "kv_both")
-        is_consumer = kv_role in ("kv_consumer", "kv_both")
+        self._is_producer = options.kv_role in ("kv_producer", "kv_both")
+        is_consumer = options.kv_role in ("kv_consumer", "kv_both")
         self.fences = Fences(enabled=connector is not None and self._is_async and is_consumer)
-        self._defer_async_loads = self.fences.enabled and defer_async_loads
-        self._divergent_hits = divergent_hits
-        self.loads_every_group = loads_every_group
+        self._defer_async_loads = self.fences.enabled and options.defer_async_loads
+        self._divergent_hits = options.divergent_hits
+        self.loads_every_group = options.loads_every_group
         self.rules = rules
         is_full_only = all(group.is_full_attention for group in kv.groups)
         self._stops_before_last_token = rules.stops_before_last_token and not is_full_only
         self._replay_groups = frozenset(group for group, spec in enumerate(kv.groups) if spec.prefix_replay_tokens)
         self._cacheable_groups = frozenset(group for group, spec in enumerate(kv.groups) if spec.prefix_cacheable)
-        self._output_is_shared = output_is_shared
+        self._output_is_shared = options.output_is_shared
         self.max_num_active = min(config.max_num_active_seqs or config.max_num_seqs, config.max_num_seqs)
 
         self.requests: dict[str, Request] = {}
@@ -155,7 +147,7 @@ class SchedulerState:
         )
         self._decoding = self.lockstep.members
         self._can_lockstep = (
-            use_lockstep
+            options.use_lockstep
             and (self._is_simple or events is not None)
             and speculation is None
             and not self._is_async
