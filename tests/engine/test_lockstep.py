@@ -114,7 +114,8 @@ def test_derived_counters_equal_counted_ones(block_size: int, actions: list[tupl
     for step, (action, who, length) in enumerate(actions):
         name = f"r{who}"
         if action == "j" and name not in members:
-            member = request(name, length, max_tokens=1 + length % 7 + 1, order=who)
+            # As in a scheduler no two requests have the same place; here they are in the order of their names.
+            member = request(name, length, max_tokens=1 + length % 7 + 1, order=100 * who + step)
             if member.num_tokens < MODEL_LENGTH:
                 members[name] = member
                 counted[name] = Counted(
