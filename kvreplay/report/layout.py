@@ -139,12 +139,13 @@ def _words(plain: str) -> Iterator[tuple[int, int]]:
 
 
 def broken(text: Text, width: int, hang: int = 0) -> list[Text]:
-    """`text` in lines of `width` at most, but that a longer word stays whole; all but the first have `hang` columns
-    less. None where there is nothing but blanks."""
+    """`text` in lines of `width` at most, but that a longer word stays whole, where it is; all but the first have
+    `hang` columns less. None where there is nothing but blanks."""
     lines: list[tuple[int, int]] = []
     for start, end in _words(text.plain):
         room = width - (hang if lines[1:] else 0)
-        if lines and cell_len(text.plain[lines[-1][0] : end]) <= room:
+        fits_nowhere = cell_len(text.plain[start:end]) > width - hang
+        if lines and (fits_nowhere or cell_len(text.plain[lines[-1][0] : end]) <= room):
             lines[-1] = (lines[-1][0], end)
         else:
             lines.append((start, end))
