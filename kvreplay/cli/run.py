@@ -25,6 +25,7 @@ from kvreplay.cli.common import (
 )
 
 MAX_TIME_SCALE = 10_000
+MAX_OVERDUE_AFTER_S = 1_000_000_000
 
 if TYPE_CHECKING:
     from kvreplay.replay.config import ReplayConfig
@@ -67,7 +68,14 @@ def run(
         ),
     ] = None,
     overdue_after: Annotated[
-        float, typer.Option("--overdue-after", metavar="S", min=0, help="Parked so long past its timers: overdue.")
+        float,
+        typer.Option(
+            "--overdue-after",
+            metavar="S",
+            min=0,
+            max=MAX_OVERDUE_AFTER_S,
+            help="Parked so long past its timers: overdue.",
+        ),
     ] = 10.0,
     transport: Annotated[
         str,

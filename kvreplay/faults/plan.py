@@ -35,7 +35,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             data = file.read(MAX_PLAN_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from error
+        raise ConfigError(f"{path}: {(error.strerror or str(error)).lower()}") from error
     if len(data) > MAX_PLAN_BYTES:
         raise ConfigError(f"{path}: a plan has at most {MAX_PLAN_BYTES} bytes")
     try:
@@ -64,7 +64,8 @@ def _fault_tables(document: Mapping[str, Any], path: Path) -> list[dict[str, Any
 def _fault_from(table: Mapping[str, Any], origin: str) -> Fault:
     name = table.get("name")
     if not isinstance(name, str):
-        hint = nearest("name", [key for key in table if key != "name"])
+        meant = [key for key in table if key != "name" and nearest(key, ["name"])]
+        hint = f"; there is {meant[0]!r}, did you mean 'name'?" if meant else ""
         raise ConfigError(f"{origin}: needs name, a text{hint}")
     return build_fault(name, _pairs(table, origin), origin)
 

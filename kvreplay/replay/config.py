@@ -189,9 +189,8 @@ class KvConfig:
     check: Literal["on", "off", "every-read"] = "on"
 
     def __post_init__(self) -> None:
-        kind, separator, index = self.device.partition(":")
-        if self.device not in ("cpu", "cuda") and not (kind == "cuda" and separator and index.isdecimal()):
-            raise ConfigError(f"kv.device must be cpu, cuda or cuda:N, got {self.device!r}")
+        if self.device != "cpu":
+            raise ConfigError(f"kv.device must be cpu, the only one so far, got {self.device!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

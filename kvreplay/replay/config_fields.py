@@ -41,7 +41,8 @@ def check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> No
     names = list(known)
     for key in table:
         if key not in names:
-            raise ConfigError(f"{where} {key}: unknown key{nearest(key, names)}")
+            hint = nearest(key, names, f"; known are {', '.join(names)}")
+            raise ConfigError(f"{where} {key}: unknown key{hint}")
 
 
 def check_table(value: object, where: str) -> dict[str, Any]:

@@ -221,7 +221,7 @@ def read_document(name_or_path: str) -> Document:
             raise ConfigError(f"{name_or_path}: larger than {MAX_CONFIG_BYTES} bytes, not a configuration")
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{name_or_path}: {error.strerror}") from error
+        raise ConfigError(f"{name_or_path}: {(error.strerror or str(error)).lower()}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name_or_path}: not UTF-8 text at byte {error.start}") from error
     except tomllib.TOMLDecodeError as error:
@@ -257,7 +257,9 @@ def apply_text(document: Document, dotted: str, text: str, where: str) -> None:
     known = _settable()
     key = ".".join(path)
     if key not in known or (role and path[0] not in _ROLE_SECTIONS):
-        raise ConfigError(f"{where}: unknown key{nearest(key, known)}")
+        sections = list(dict.fromkeys(name.split(".")[0] for name in known))
+        hint = nearest(key, known, f"; sections are {', '.join(sections)}")
+        raise ConfigError(f"{where}: unknown key{hint}")
     value = parse_text(text, known[key], where)
     if role:
         _put(document.setdefault(role, {}), path, value, where)

@@ -182,6 +182,8 @@ def error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ),
         ("decode-stall --detail blocks", "--detail blocks: says what a written trace holds, give -o as well"),
         ("decode-stall -o decode-stall", "-o decode-stall: is the name of a canned trace, which it would hide; expec"),
+        ("decode-stall --overdue-after inf", "invalid value for '--overdue-after': expected at most 1000000000"),
+        ("decode-stall --set a=b", "--set a=b: unknown key; sections are model, "),
         ("decode-stall --seed -1", "invalid value for '--seed': expected at least 0"),
         ("decode-stall --profile zzz", "--profile zzz: unknown profile, expected one of vllm-0.33, pre-50388, "),
         ("decode-stall --inject timeout:peer=P9", "--inject timeout:peer=P9: peer=P9 matches no instance, expected P0"),

@@ -55,7 +55,7 @@ def test_the_files_faults_come_before_those_of_the_command_line(plan_file: Path)
         ("fault = [3]", "fault must be [[fault]] tables"),
         ("[[faults]]\nname='slow'", "unknown key 'faults'; did you mean 'fault'?; expected [[fault]] tables"),
         ("[[fault]]\nname='slow'\n[[fault]]\np=1", "fault 2: needs name, a text"),
-        ("[[fault]]\nnaem='slow'", "fault 1: needs name, a text; did you mean 'naem'?"),
+        ("[[fault]]\nnaem='slow'", "fault 1: needs name, a text; there is 'naem', did you mean 'name'?"),
         ("[[fault]]\nname='slwo'", "fault 1: no fault 'slwo'; did you mean 'slow'?"),
         ("[[fault]]\nname='slow'\ndelya='2s'", "fault 1: slow has no key 'delya'; did you mean 'delay'?"),
         ("[[fault]]\nname='slow'\ndelay=2", "fault 1: delay must be a duration such as 500ms, 2s or 1m, got '2'"),
@@ -81,7 +81,7 @@ def test_a_mistake_names_the_file_and_the_fault(plan_file: Path, text: str, reas
 
 
 def test_a_file_that_is_no_plan_is_refused(plan_file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^plan\.toml: No such file or directory$"):
+    with pytest.raises(ConfigError, match=r"^plan\.toml: no such file or directory$"):
         load_plan(plan_file)
     plan_file.write_bytes(b"PAR1\xff\xff")
     with pytest.raises(ConfigError, match=r"^plan\.toml: byte 4 is not UTF-8; expected a TOML plan$"):

@@ -145,7 +145,7 @@ def _dump(document: object) -> str:
         ("model.block_size", "0", "model.groups: block_size must be > 0, got 0"),
         ("timing.fixed_ns", "0", "timing.fixed_ns must be > 0, got 0"),
         ("network.bandwidth_bytes_per_s", "0", "network.bandwidth_bytes_per_s must be > 0, got 0"),
-        ("kv.device", "tpu", "kv.device must be cpu, cuda or cuda:N, got 'tpu'"),
+        ("kv.device", "cuda", "kv.device must be cpu, the only one so far, got 'cuda'"),
         ("connector.kind", "mooncake", "connector.kind: mooncake needs topology.prefill and topology.decode"),
     ],
 )
