@@ -110,6 +110,17 @@ SWITCHES: Final[dict[str, Switch]] = {
             ideal="answer",
         ),
         _switch(
+            "mooncake_registration",
+            "mooncake_utils.py MooncakeBootstrapServer.register_worker",
+            {
+                "keep": "what has been registered with a bootstrap server stays: one that outlives a producer refuses "
+                "it when it comes back",
+                "replace": "a producer that comes back takes the place that it had",
+            },
+            v0_33="keep",
+            ideal="replace",
+        ),
+        _switch(
             "mooncake_stop_token",
             "mooncake_connector.py request_finished: only FINISHED_LENGTH_CAPPED is sent",
             {

@@ -17,7 +17,15 @@ from kvreplay.connectors.mooncake.discovery import CLOSED
 from kvreplay.connectors.mooncake.structs import BootstrapAnswer, BootstrapQuery, WriteData
 from kvreplay.ids import NS_PER_MS, NS_PER_S
 from kvreplay.sim.bus import Bus
-from kvreplay.sim.envelope import BOOTSTRAP_ANSWER, PULL_REPLY, PULL_REQUEST, WRITE_DATA, Delivery, Envelope
+from kvreplay.sim.envelope import (
+    BOOTSTRAP_ANSWER,
+    BOOTSTRAP_REGISTERED,
+    PULL_REPLY,
+    PULL_REQUEST,
+    WRITE_DATA,
+    Delivery,
+    Envelope,
+)
 from kvreplay.transport.machine import StateMachine
 
 Rule = Mapping[str, Any]
@@ -56,7 +64,8 @@ class SteadyNetwork:
         if envelope.kind == PULL_REQUEST:
             place = envelope.num_peers - 1 - envelope.peer_index if timing.last_peer_first else envelope.peer_index
             return timing.transit_ns * (1 + place)
-        return timing.http_ns if envelope.kind == BOOTSTRAP_ANSWER else timing.transit_ns
+        is_http = envelope.kind in (BOOTSTRAP_ANSWER, BOOTSTRAP_REGISTERED)
+        return timing.http_ns if is_http else timing.transit_ns
 
 
 _STATUS_NAMES: Final = {0: "FINISH", 1: "CONTINUE", 2: "ERROR", 3: "LAYOUT_MISS"}

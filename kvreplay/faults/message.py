@@ -13,6 +13,7 @@ from kvreplay.faults.verb import MessageVerb
 from kvreplay.sim.bus import owner_of
 from kvreplay.sim.envelope import (
     BOOTSTRAP_QUERY,
+    BOOTSTRAP_REGISTER,
     COPY_JOB,
     LOOKUP,
     PULL_REQUEST,
@@ -25,7 +26,9 @@ from kvreplay.sim.envelope import (
 
 _PASSED, _CHOSEN = 0, 1
 
-_ASKING: Final = frozenset({PULL_REQUEST, BOOTSTRAP_QUERY, LOOKUP, COPY_JOB, WRITE_DONE, RANK_REPORT})
+_ASKING: Final = frozenset(
+    {PULL_REQUEST, BOOTSTRAP_QUERY, BOOTSTRAP_REGISTER, LOOKUP, COPY_JOB, WRITE_DONE, RANK_REPORT}
+)
 """Kinds whose sender is the end that wants something; with the others it is the receiver. So the `instance` of
 every fault of one pull is its consumer, and `peer` its producer."""
 

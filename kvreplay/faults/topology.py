@@ -10,7 +10,7 @@ from kvreplay.faults.plan import FaultPlan
 from kvreplay.faults.registry import VERBS
 from kvreplay.faults.spec import Fault
 from kvreplay.faults.verb import ActionVerb, MessageVerb, SetupVerb
-from kvreplay.sim.envelope import CLIENT_ARRIVAL, RANK_REPORT
+from kvreplay.sim.envelope import BOOTSTRAP_REGISTER, CLIENT_ARRIVAL, RANK_REPORT
 
 _ASKERS = ("kv_consumer", "kv_both")
 _GIVERS = ("kv_producer", "kv_both")
@@ -59,7 +59,7 @@ def _check_instances(fault: Fault, topology: TopologyInfo) -> None:
     )
     for key, glob, roles in (("instance", fault.instance, _ASKERS), ("peer", fault.peer, _GIVERS)):
         able = [name for name, role in instances.items() if not pulls or role in roles]
-        if row.verb == "startup" and row.target == PRODUCER:
+        if row.target == BOOTSTRAP_REGISTER or (row.verb == "startup" and row.target == PRODUCER):
             able = [name for name, role in instances.items() if role in _GIVERS]
         if pulls and not able:
             raise ConfigError(f"{fault.origin}: no instance is a {' or '.join(roles)}")

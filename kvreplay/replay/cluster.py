@@ -6,6 +6,7 @@ from functools import partial
 from typing import Final
 
 from kvreplay.behaviour import Behaviour
+from kvreplay.connectors.mooncake.bootstrap import serve
 from kvreplay.connectors.mooncake.config import BOOTSTRAP_ATTEMPTS
 from kvreplay.events import EventSink
 from kvreplay.faults.injector import Injector
@@ -64,6 +65,20 @@ def topology_of(config: ReplayConfig, workload: Workload | None) -> TopologyInfo
     )
 
 
+def bootstrap_url_of(config: ReplayConfig, producer: str) -> str:
+    """What the proxy tells a consumer of this producer."""
+    return f"http://{config.connector.mooncake.bootstrap_server_of(producer)}"
+
+
+def start_external_bootstrap(bus: Bus, config: ReplayConfig, behaviour: Behaviour) -> None:
+    """The bootstrap server of all producers, where the config has one beside them."""
+    if "mooncake" in config.connector.parts:
+        address = config.connector.mooncake.bootstrap_server_address
+        if address is not None:
+            host = address.rpartition(":")[0]
+            serve(bus, host, replaces=behaviour["mooncake_registration"] == "replace")
+
+
 def path_timers_ns(config: ReplayConfig) -> int:
     """What a parked request may wait at most if every timer on its path runs out."""
     if "mooncake" not in config.connector.parts:
@@ -86,6 +101,8 @@ class Cluster:
         self.index = ContentIndex(workload.arrivals, config.hash_block_size)
         self.findings = LiveFindings(self.loop, self.sink, self.injector.blame.of_request)
         self.roles = instance_names(config)
+        self.injector.arm_messages()  # instances register when they are built
+        start_external_bootstrap(self.bus, config, settings.behaviour)
         surroundings = Surroundings(
             config=config,
             behaviour=settings.behaviour,
@@ -104,7 +121,15 @@ class Cluster:
             for rank, (name, role) in enumerate(self.roles.items(), 1)
         ]
         self.ends = Ends(self.nodes, self.loop, self.sink, self.injector.blame, self.findings)
-        self.proxy = Proxy(workload, self.nodes, config.topology, self.bus, self.sink, self.injector.rewrite_params)
+        self.proxy = Proxy(
+            workload,
+            self.nodes,
+            config.topology,
+            self.bus,
+            self.sink,
+            self.injector.rewrite_params,
+            partial(bootstrap_url_of, config),
+        )
 
     def run(self, watch: Watch | None = None) -> None:
         """Both phases: with faults until nothing can change any more, then without, and at last the accounts."""

@@ -7,7 +7,7 @@ from typing import Final
 from kvreplay.errors import ConfigError
 from kvreplay.ids import NS_PER_S, NS_PER_US
 from kvreplay.sim.bus import owner_of
-from kvreplay.sim.envelope import Envelope
+from kvreplay.sim.envelope import BOOTSTRAP_REGISTER, BOOTSTRAP_REGISTERED, Envelope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,10 @@ class LinkTiming:
         return -(-size_bytes * NS_PER_S // self.bandwidth_bytes_per_s)
 
 
+_START_UP: Final = frozenset({BOOTSTRAP_REGISTER, BOOTSTRAP_REGISTERED})
+"""An instance comes up in no time: clients begin when all are there."""
+
+
 class LinkNetwork:
     """A link per (source instance, destination instance), each first in, first out.
 
@@ -47,7 +51,7 @@ class LinkNetwork:
         if source == destination:
             return 0
         if not envelope.size_bytes:
-            return self._link.latency_ns
+            return self._link.latency_ns if envelope.kind not in _START_UP else 0
         pair = (source, destination)
         start_ns = max(now_ns, self._busy_until_ns.get(pair, 0))
         end_ns = start_ns + self._link.transfer_ns(envelope.size_bytes)

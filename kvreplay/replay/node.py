@@ -17,7 +17,7 @@ from kvreplay.connectors.offloading.rank_memory import RankMemory
 from kvreplay.engine.accounts import RecomputeAccounts
 from kvreplay.engine.connector import EngineWorkers, SchedulerConnector
 from kvreplay.engine.history.skipped_waiting import scheduler_kind
-from kvreplay.engine.instance import Instance
+from kvreplay.engine.instance import Counters, Instance
 from kvreplay.engine.log import EngineLog
 from kvreplay.engine.options import SchedulerOptions
 from kvreplay.engine.overlapped_instance import OverlappedInstance
@@ -25,7 +25,6 @@ from kvreplay.engine.recovery import FailureRules
 from kvreplay.engine.request import Request
 from kvreplay.engine.rules import SchedulerRules
 from kvreplay.engine.scheduler import Scheduler
-from kvreplay.engine.stepping import Counters
 from kvreplay.engine.worker import WorkerModel
 from kvreplay.errors import EngineFatal
 from kvreplay.events import EventSink
@@ -199,10 +198,26 @@ class Node:
                 {"hit_tokens": accounts.num_hit_tokens, **offload.usage()}
             )
         death = around.death_at_start(self.name)
-        if death is None:
-            around.bus.listen(self.api_address, self._receive)
-        else:
+        if death is not None:
             self._fail_to_start(death)
+        elif not self._registers:
+            self._come_up()
+
+    @property
+    def _registers(self) -> bool:
+        """It comes up when all its ranks have registered with their bootstrap server (`_registered`)."""
+        return "mooncake" in self._around.config.connector.parts and self.kv_role != "kv_consumer"
+
+    def _registered(self, failure: EngineFatal | None) -> None:
+        if failure is None:
+            self._come_up()
+            return
+        assert self.worker is not None
+        self.worker.shutdown()
+        self.instance.die(failure)
+
+    def _come_up(self) -> None:
+        self._around.bus.listen(self.api_address, self._receive)
 
     def _fail_to_start(self, death: Death) -> None:
         """It never comes up, though it may take a while to notice."""
@@ -316,7 +331,17 @@ class Node:
             memory=memory,
             sink=around.sink,
             on_report=lambda: self.instance.poke(),
+            dp_rank=self._dp_rank,
+            on_registered=self._registered,
         )
+
+    @property
+    def _dp_rank(self) -> int:
+        """Of the deployment that it registers with: it is alone in its own."""
+        config = self._around.config
+        if config.connector.mooncake.bootstrap_server_address is None:
+            return 0
+        return [name for name, role in instance_names(config).items() if role == self.role].index(self.name)
 
     def _silence(self) -> None:
         """The process is gone, whatever killed it."""

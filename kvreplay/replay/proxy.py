@@ -69,11 +69,14 @@ class Proxy:
         bus: Bus,
         sink: EventSink,
         rewrite_params: RewriteParams | None = None,
+        bootstrap_of: Callable[[str], str] = bootstrap_url,
     ) -> None:
+        """`bootstrap_of`: producer → the URL at which its ranks can be asked for."""
         self._workload = workload
         self._bus = bus
         self._sink = sink
         self._rewrite_params = rewrite_params
+        self._bootstrap_of = bootstrap_of
         self._producers = (
             Picker([node for node in nodes if node.role == "prefill"], topology.proxy_prefill)
             if topology.is_disaggregated
@@ -125,7 +128,7 @@ class Proxy:
             "do_remote_prefill": True,
             "transfer_id": transfer_id,
             "remote_engine_id": producer.engine_id,
-            "remote_bootstrap_addr": bootstrap_url(producer.name),
+            "remote_bootstrap_addr": self._bootstrap_of(producer.name),
         }
         for node, max_tokens, params in ((producer, 1, for_producer), (server, arrival.output_tokens, for_server)):
             if self._rewrite_params is not None:

@@ -54,6 +54,10 @@ class Bus:
         for action in self._awaited.pop(address, ()):
             self.loop.call_later(0, action)
 
+    def hears(self, address: str) -> bool:
+        """Whether somebody listens there."""
+        return address in self._handlers
+
     def call_when_heard(self, address: str, action: Action) -> None:
         """Run `action` once somebody listens to `address`."""
         self._awaited.setdefault(address, []).append(action)

@@ -91,6 +91,22 @@ def test_conversations_of_all_instances_are_counted_together() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--inject mooncake.register-conflict",
+        "--inject mooncake.register-timeout:times=1",
+        "--inject mooncake.engine-init:instance=D0",
+        "--set connector.bootstrap_server_address=boot:9000 --set topology.prefill=2",
+        "--set connector.bootstrap_server_address=boot:9000 --inject peer-crash:instance=P0,at=3s,down=1s",
+    ],
+)
+def test_who_registers_late_or_never(arguments: str) -> None:
+    virtual, real = both("decode-stall", *shlex.split(arguments))
+    assert real == virtual
+
+
+@pytest.mark.slow
 def test_instances_of_several_ranks() -> None:
     arguments = "decode-stall --config mooncake-4p4d-tp4-tp2 --inject mooncake.peer-one-of-k:order=first --limit 4"
     virtual, real = both(*shlex.split(arguments))

@@ -86,7 +86,7 @@ def pair(
     decode: RoleConfig | None = None,
     check: Check = "on",
     ranks: tuple[Sizes, Sizes] = ((1, 1), (1, 1)),
-    **mooncake: float,
+    **mooncake: float | str,
 ) -> ReplayConfig:
     """One prefill and one decode instance, P0 and D0. `ranks`: tensor and pipeline parallel sizes of either."""
     connector = ConnectorConfig(kind="mooncake", options=MooncakeConfig(**mooncake))  # type: ignore[arg-type]

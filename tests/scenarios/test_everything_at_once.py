@@ -12,6 +12,7 @@ from kvreplay.faults.verb import MessageVerb
 from kvreplay.replay.config_load import load_config
 from kvreplay.replay.presets import find_trace
 from kvreplay.replay.runner import RunOptions, run_trace
+from kvreplay.sim.envelope import BOOTSTRAP_REGISTER
 from kvreplay.trace.importers.mooncake import read_mooncake
 from kvreplay.trace.reader import read_trace
 from kvreplay.trace.schema import TraceMetadata
@@ -32,6 +33,7 @@ def every_fault(p: float) -> tuple[str, ...]:
         for row in catalogue().values()
         if row.needs == "mooncake"
         and row.name not in _BEYOND_REQUESTS
+        and row.target != BOOTSTRAP_REGISTER  # who cannot register does not come up
         and (isinstance(VERBS[row.verb], MessageVerb) or row.rewrite is not None)
     ]
     return tuple(f"{name}:p={p}" for name in ["abort", "mooncake.p-abort-while-waiting", *of_messages])

@@ -1,10 +1,12 @@
 """Faults of a producer's leg, of two sides that do not go together, and of starts: symptoms and recovery."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvreplay.errors import ConfigError
+from kvreplay.ids import NS_PER_MS
 from kvreplay.trace.workload import Workload
 from tests.scenarios.stage import Play, judge, pair, play, request, role, workload
 
@@ -153,6 +155,41 @@ class TestSaturation:
         assert ends == {"a": ("finished", "D0", 46), "b": ("finished", "D0", 146)}
 
 
+class TestExternalBootstrapServer:
+    """`bootstrap_server_address`: one server for all producers, each with a data-parallel rank of its own."""
+
+    CONFIG = replace(
+        pair(bootstrap_server_address="boot:9000"),
+        topology=replace(pair().topology, prefill=2),
+    )
+    TURNS = workload(*(request(f"r{place}", place * 200) for place in range(8)))
+    RESTART = "peer-crash:instance=P0,at=300ms,down=100ms"
+
+    def test_one_answer_tells_of_all_producers(self) -> None:
+        played = play(self.CONFIG, self.TURNS)
+        assert {end[0] for end in played.ends().values()} == {"finished"}
+        assert len(played.of("bootstrap.queried")) == 1
+
+    def test_it_refuses_a_producer_that_comes_back(self) -> None:
+        played = play(self.CONFIG, self.TURNS, self.RESTART)
+        crash, after_healing = played.of("engine.crashed")
+        assert (crash.instance, crash.time_ns) == ("P0", 400 * NS_PER_MS)
+        for event in (crash, after_healing):
+            assert event.status == "HTTPStatusError"
+            assert event.cause == "Client error '400 Bad Request' for url 'http://boot:9000/register'"
+
+    def test_ideally_it_takes_the_place_that_it_had(self) -> None:
+        played = play(self.CONFIG, self.TURNS, self.RESTART, behaviour="ideal", recompute=True)
+        assert played.of("engine.crashed") == []
+        assert played.violations == []
+        assert {end[0] for end in played.ends().values()} == {"finished"}
+
+    @pytest.mark.parametrize("address", ["boot", "boot:", ":9000", "http://boot:1", "a/b:1"])
+    def test_what_is_no_address(self, address: str) -> None:
+        with pytest.raises(ConfigError, match=r"^connector\.bootstrap_server_address must be HOST:PORT, got "):
+            pair(bootstrap_server_address=address)
+
+
 class TestStarts:
     @pytest.mark.parametrize(
         ("fault", "exception", "at_ms"),
@@ -169,6 +206,19 @@ class TestStarts:
         crashes = [(event.instance, event.status, event.time_ns / 1e6) for event in played.of("engine.crashed")]
         assert crashes == [("P0", exception, at_ms)]
         assert reasons(played) == [NOT_FOUND]
+
+    def test_a_producer_whose_first_registration_is_lost_comes_up_late(self) -> None:
+        played = play(pair(), LATER, "mooncake.register-timeout:times=1", behaviour="ideal")
+        assert played.of("engine.crashed") == []
+        assert reasons(played) == [NOT_FOUND, NOT_FOUND]
+        late = workload(request("a", 31_500))
+        assert play(pair(), late, "mooncake.register-timeout:times=1").ends()["a"] == ("finished", "D0", 31_546)
+
+    def test_every_rank_registers(self) -> None:
+        played = play(pair(ranks=((2, 2), (1, 1))), ONE, "mooncake.register-conflict:rank=3")
+        (crash,) = played.of("engine.crashed")
+        assert (crash.instance, crash.status, crash.time_ns) == ("P0", "HTTPStatusError", 0)
+        assert crash.cause == "Client error '400 Bad Request' for url 'http://P0:8998/register'"
 
     def test_a_consumer_that_never_comes_up_refuses_its_clients(self) -> None:
         played = play(pair(), ONE, "mooncake.engine-init:instance=D0", behaviour="ideal")

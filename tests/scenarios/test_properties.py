@@ -12,6 +12,7 @@ from kvreplay.faults.registry import VERBS
 from kvreplay.faults.verb import MessageVerb
 from kvreplay.ids import NS_PER_MS
 from kvreplay.replay.sampler import expected_output_hash
+from kvreplay.sim.envelope import BOOTSTRAP_REGISTER
 from tests.scenarios.random_worlds import ENGINE_FAULTS, World, pair_configs, workloads, worlds
 from tests.scenarios.random_worlds import MESSAGE_FAULTS as KNOWN_FAULTS
 from tests.scenarios.stage import LINK_MS, Play, role
@@ -21,8 +22,9 @@ EVERY_PROFILE: Final = ("vllm-0.33", "pre-50984", "post-50984", "ideal")
 MESSAGE_FAULTS: Final = tuple(
     f"{name}:p=0.4"
     for name, row in catalogue().items()
-    if row.needs == "mooncake" and isinstance(VERBS[row.verb], MessageVerb)
+    if row.needs == "mooncake" and isinstance(VERBS[row.verb], MessageVerb) and row.target != BOOTSTRAP_REGISTER
 )
+"""Of what happens to an instance that is up."""
 NAMING_FAULTS: Final = tuple(fault for fault in KNOWN_FAULTS if not fault.startswith("mooncake.missing-params"))
 """Those that name everyone they harm. (Who pulls later from an address that was cached wrong, or from a dead listener,
 is not named: mooncake.bootstrap-stale-addr, mooncake.listener-dead.)"""

@@ -33,6 +33,11 @@ def memory_address(instance: InstanceId, port: int) -> str:
     return f"{instance}/memory/{(port - _FIRST_RPC_PORT) % _RANKS_PER_INCARNATION}"
 
 
+def registration_address(instance: InstanceId, rank: int, incarnation: int = 0) -> str:
+    """Where one rank hears from the bootstrap server that it registers with."""
+    return f"{instance}/register/{rank}" + (f"#{incarnation}" if incarnation else "")
+
+
 def bootstrap_address(instance: InstanceId) -> str:
     return f"{instance}/bootstrap"
 

@@ -2,27 +2,37 @@
 
 import msgspec
 
+from kvreplay.connectors.mooncake.addresses import bootstrap_address
 from kvreplay.connectors.mooncake.structs import (
-    BOOTSTRAP_REGISTER,
     BootstrapAnswer,
     BootstrapQuery,
     EngineEntry,
     RegisterWorkerPayload,
     encode_query_body,
 )
-from kvreplay.sim.envelope import BOOTSTRAP_ANSWER, BOOTSTRAP_QUERY, Envelope
+from kvreplay.sim.bus import Bus
+from kvreplay.sim.envelope import (
+    BOOTSTRAP_ANSWER,
+    BOOTSTRAP_QUERY,
+    BOOTSTRAP_REGISTER,
+    BOOTSTRAP_REGISTERED,
+    Envelope,
+)
 from kvreplay.sim.event_loop import FOREVER_NS
+from kvreplay.transport.virtual import VirtualDriver
 
 _OK = b'{"status":"ok"}'
 
 
 class BootstrapServer:
-    """A state machine that answers at once. What has been registered stays until the server goes."""
+    """A state machine that answers at once. What has been registered stays until the server goes, or (`replaces`, the
+    switch mooncake_registration) until another takes its place."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, replaces: bool = False) -> None:
         self.outbox: list[Envelope] = []
         self.workers: dict[int, EngineEntry] = {}
         """Data-parallel rank → engine."""
+        self._replaces = replaces
 
     next_deadline_ns = FOREVER_NS
     has_report = False
@@ -31,7 +41,7 @@ class BootstrapServer:
         assert envelope.kind in (BOOTSTRAP_QUERY, BOOTSTRAP_REGISTER), envelope.kind
         self.outbox.append(
             Envelope(
-                kind=BOOTSTRAP_ANSWER,
+                kind=BOOTSTRAP_ANSWER if envelope.kind == BOOTSTRAP_QUERY else BOOTSTRAP_REGISTERED,
                 source=envelope.destination,
                 destination=envelope.source,
                 payload=self.answer(envelope.payload),
@@ -62,6 +72,10 @@ class BootstrapServer:
     def register(self, payload: RegisterWorkerPayload) -> BootstrapAnswer:
         """Take in one rank. The same again is no error: its first answer may have been lost."""
         entry = self.workers.setdefault(payload.dp_rank, EngineEntry(payload.engine_id))
+        if self._replaces:
+            if entry.engine_id != payload.engine_id:
+                entry = self.workers[payload.dp_rank] = EngineEntry(payload.engine_id)
+            entry.worker_addr.get(payload.tp_rank, {}).pop(payload.pp_rank, None)
         if entry.engine_id != payload.engine_id:
             return BootstrapAnswer(
                 400,
@@ -82,6 +96,13 @@ class BootstrapServer:
                 ),
             )
         return BootstrapAnswer(body=_OK)
+
+
+def serve(bus: Bus, host: str, *, replaces: bool) -> VirtualDriver:
+    """Start a server at this host, which may be an instance's. To be closed, and its address silenced."""
+    driver = VirtualDriver(BootstrapServer(replaces=replaces), bus)
+    bus.listen(bootstrap_address(host), driver.receive)
+    return driver
 
 
 def _detail(text: str) -> bytes:

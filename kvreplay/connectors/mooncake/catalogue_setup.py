@@ -11,12 +11,18 @@ from typing import Any, Final
 
 import msgspec
 
-from kvreplay.connectors.mooncake.addresses import bootstrap_url
 from kvreplay.connectors.mooncake.config import BOOTSTRAP_ATTEMPTS
-from kvreplay.connectors.mooncake.structs import FIRST_TOKEN_STOPS, MooncakeXferMetadata
+from kvreplay.connectors.mooncake.structs import FIRST_TOKEN_STOPS, BootstrapAnswer, MooncakeXferMetadata
 from kvreplay.ids import NS_PER_MS, NS_PER_S
 from kvreplay.sim.catalogue import DURATION, Death, FaultRow, Setting, Settings
-from kvreplay.sim.envelope import CLIENT_ARRIVAL, PULL_REQUEST, Delivery, Envelope
+from kvreplay.sim.envelope import (
+    BOOTSTRAP_REGISTER,
+    BOOTSTRAP_REGISTERED,
+    CLIENT_ARRIVAL,
+    PULL_REQUEST,
+    Delivery,
+    Envelope,
+)
 
 _NEEDS: Final = "mooncake"
 _FAILS_OR_RECOMPUTES: Final = "the requests fail, or their prompts are computed on the consumer, by policy"
@@ -108,15 +114,23 @@ def _num_groups(pull: MooncakeXferMetadata) -> int:
 # -- start-up ---------------------------------------------------------------------------------------------
 
 
-def _conflict(settings: Settings, instance: str) -> Death:
-    url = f"{bootstrap_url(instance)}/register"
-    return Death("HTTPStatusError", f"Client error '400 Bad Request' for url '{url}'")
+def _refuse_registration(envelope: Envelope, settings: Settings, draw: int) -> list[Delivery]:
+    answer = BootstrapAnswer(400, b'{"detail":"injected: another worker is registered in its place"}')
+    return [
+        Delivery(
+            replace(
+                envelope,
+                kind=BOOTSTRAP_REGISTERED,
+                source=envelope.destination,
+                destination=envelope.source,
+                payload=answer,
+            )
+        )
+    ]
 
 
-def _unanswered(settings: Settings, instance: str) -> Death:
-    server = f"{bootstrap_url(instance)}/register"
-    message = f"Failed to register with the Mooncake bootstrap server at {server} after {BOOTSTRAP_ATTEMPTS} attempts."
-    return Death("RuntimeError", message, settings["after"])
+def _is_early_registration(envelope: Envelope, settings: Settings) -> bool:
+    return bool(envelope.attempt <= settings["times"])
 
 
 def _no_engine(settings: Settings, instance: str) -> Death:
@@ -249,20 +263,22 @@ STARTS: Final = (
     FaultRow(
         name="mooncake.register-conflict",
         models="a rank registers where another is registered: the bootstrap server answers 400",
-        verb="startup",
-        target="producer",
+        verb="replace",
+        target=BOOTSTRAP_REGISTER,
         survives=_UP,
-        dies_of=_conflict,
+        transform=_refuse_registration,
+        whole_conversation=True,
         needs=_NEEDS,
     ),
     FaultRow(
         name="mooncake.register-timeout",
-        models="the bootstrap server does not answer a registration: three attempts, 1 s and 2 s apart",
-        verb="startup",
-        target="producer",
-        survives=_UP,
-        settings={"after": Setting(default=93 * NS_PER_S, unit=DURATION, doc="when it gives up")},
-        dies_of=_unanswered,
+        models="the bootstrap server does not answer a registration: three attempts of 30 s, 1 s and 2 s apart",
+        verb="drop",
+        target=BOOTSTRAP_REGISTER,
+        survives=f"it comes up late; after three attempts it does not, and {_UP}",
+        settings={"times": Setting(default=BOOTSTRAP_ATTEMPTS, unit="attempts", minimum=1, doc="how many are lost")},
+        selects=_is_early_registration,
+        whole_conversation=True,
         needs=_NEEDS,
     ),
     FaultRow(

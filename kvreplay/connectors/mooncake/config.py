@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvreplay.errors import ConfigError
-from kvreplay.ids import NS_PER_S
+from kvreplay.ids import NS_PER_S, InstanceId
 
 BOOTSTRAP_ATTEMPTS: Final = 3
 BOOTSTRAP_RETRY_NS: Final = NS_PER_S // 10
@@ -32,6 +32,9 @@ class MooncakeConfig:
     protocol: str = "rdma"
     device_name: str = ""
     bootstrap_port: int = 8998
+    bootstrap_server_address: str | None = None
+    """`host:port` of a bootstrap server of its own for all producers, each a data-parallel rank of it; None: each has
+    one."""
 
     def __post_init__(self) -> None:
         for name in ("connector_timeout", "transfer_timeout"):
@@ -43,6 +46,16 @@ class MooncakeConfig:
             raise ConfigError(f"connector.num_workers must be > 0, got {self.num_workers}")
         if not 1 <= self.bootstrap_port <= 65535:
             raise ConfigError(f"connector.bootstrap_port must be in [1, 65535], got {self.bootstrap_port}")
+        if self.bootstrap_server_address is not None:
+            host, _, port = self.bootstrap_server_address.rpartition(":")
+            if not host or not port.isdecimal() or not set(host).isdisjoint("/#: "):
+                raise ConfigError(
+                    f"connector.bootstrap_server_address must be HOST:PORT, got {self.bootstrap_server_address!r}"
+                )
+
+    def bootstrap_server_of(self, instance: InstanceId) -> str:
+        """`host:port` where this producer registers, and where it can be asked for."""
+        return self.bootstrap_server_address or f"{instance}:{self.bootstrap_port}"
 
     @property
     def num_sender_tasks(self) -> int:

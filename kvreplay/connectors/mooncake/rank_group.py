@@ -12,6 +12,7 @@ from kvreplay.connectors.mooncake.structs import MooncakeConnectorMetadata
 from kvreplay.connectors.mooncake.worker import MooncakeWorker, register_rows
 from kvreplay.engine.aggregator import KVOutputAggregator
 from kvreplay.engine.connector import KVConnectorOutput
+from kvreplay.errors import EngineFatal
 from kvreplay.events import EventSink
 from kvreplay.ids import NS_PER_S, InstanceId
 from kvreplay.kv.memory import KVMemory
@@ -200,10 +201,23 @@ def start_workers(
     memory: KVMemory,
     sink: EventSink,
     on_report: Callable[[], None],
+    dp_rank: int = 0,
+    on_registered: Callable[[EngineFatal | None], None] | None = None,
 ) -> MooncakeWorkers:
-    """The workers of one engine. `memory`: its rows, in which the ranks' shares follow each other (`Sharding`)."""
+    """The workers of one engine. `memory`: its rows, in which the ranks' shares follow each other (`Sharding`).
+
+    `on_registered` is told once: when every rank of a producer has registered, or of the first that could not.
+    """
     workers: list[MooncakeWorker] = []
-    for ranks in all_ranks(tp_size, pp_size):
+    left = tp_size * pp_size
+
+    def registered(failure: EngineFatal | None) -> None:
+        nonlocal left
+        left -= 1
+        if on_registered is not None and (left == 0 or failure is not None):
+            on_registered(failure)
+
+    for ranks in all_ranks(tp_size, pp_size, dp_rank):
         identity = WorkerIdentity(instance, incarnation, ranks)
         workers.append(
             MooncakeWorker(
@@ -216,7 +230,7 @@ def start_workers(
                 memory=register_rows(memory, groups, identity, sharding),
                 sink=sink,
                 on_report=on_report,
-                bootstrap=workers[0].bootstrap if workers else None,
+                on_registered=registered,
             )
         )
     if len(workers) == 1:

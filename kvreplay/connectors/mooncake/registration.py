@@ -8,14 +8,13 @@ from kvreplay.connectors.mooncake.config import BOOTSTRAP_ATTEMPTS, MooncakeConf
 from kvreplay.connectors.mooncake.discovery import REFUSED, TIMEOUT, exception_of
 from kvreplay.connectors.mooncake.log import LogSink
 from kvreplay.connectors.mooncake.structs import (
-    BOOTSTRAP_REGISTER,
     BootstrapAnswer,
     BootstrapQuery,
     RegisterWorkerPayload,
     encode_registration,
 )
 from kvreplay.errors import EngineFatal
-from kvreplay.sim.envelope import BOOTSTRAP_ANSWER, Envelope
+from kvreplay.sim.envelope import BOOTSTRAP_REGISTER, BOOTSTRAP_REGISTERED, Envelope
 from kvreplay.transport.machine import Deadlines
 
 _FIRST_BACKOFF_S: Final = 1.0
@@ -27,8 +26,6 @@ class Registration:
 
     `host`: the server's, with a port or without. vLLM's engine waits for the outcome; a failure is its end.
     """
-
-    has_report = False
 
     def __init__(
         self,
@@ -58,11 +55,15 @@ class Registration:
     def next_deadline_ns(self) -> int:
         return self._deadlines.next_ns
 
+    @property
+    def has_report(self) -> bool:
+        return self.is_over
+
     def start(self, now_ns: int) -> None:
         self._send(None, now_ns)
 
     def handle(self, envelope: Envelope, now_ns: int) -> None:
-        assert envelope.kind == BOOTSTRAP_ANSWER, envelope.kind
+        assert envelope.kind == BOOTSTRAP_REGISTERED, envelope.kind
         answer: BootstrapAnswer = envelope.payload
         if not self._is_wanted(envelope):
             return

@@ -18,7 +18,6 @@ import msgspec
 from kvreplay.connectors.mooncake.addresses import instance_of
 from kvreplay.connectors.mooncake.pull_sockets import MAX_PULL_BYTES, PullSockets
 from kvreplay.connectors.mooncake.structs import (
-    BOOTSTRAP_REGISTER,
     CONNECTION_CLOSED,
     STRAY_FRAMES,
     BootstrapAnswer,
@@ -39,6 +38,8 @@ from kvreplay.sim.bus import Bus, Network, owner_of
 from kvreplay.sim.envelope import (
     BOOTSTRAP_ANSWER,
     BOOTSTRAP_QUERY,
+    BOOTSTRAP_REGISTER,
+    BOOTSTRAP_REGISTERED,
     PULL_REQUEST,
     WRITE_DONE,
     Envelope,
@@ -51,7 +52,7 @@ from kvreplay.transport.zmq_sockets import Socket, ZmqSockets
 
 _HTTP: Final = "http/"
 """Begins the address of an HTTP client that waits for an answer."""
-_FAULTED_WHERE_SENT: Final = frozenset({PULL_REQUEST, BOOTSTRAP_QUERY, WRITE_DONE})
+_FAULTED_WHERE_SENT: Final = frozenset({PULL_REQUEST, BOOTSTRAP_QUERY, BOOTSTRAP_REGISTER, WRITE_DONE})
 _ALWAYS_OUT: Final = frozenset({BOOTSTRAP_QUERY, BOOTSTRAP_REGISTER})
 """Goes over a socket even to a server of this very process."""
 _MAX_WRITE_BYTES: Final = 1 << 30
@@ -109,7 +110,8 @@ class SocketBus(Bus):
         self._writers: OrderedDict[str, tuple[str, bytes]] = OrderedDict()
         """Who has written here → the memory's address, and the name of the writer's socket."""
         self._exchanges: OrderedDict[str, Exchange] = OrderedDict()
-        self._num_exchanges = 0
+        self.num_exchanges = 0
+        """Requests that its HTTP servers have taken."""
         self._calls: dict[str, tuple[HttpCall, Connection]] = {}
 
     # -- where who listens --------------------------------------------------------------------------------
@@ -190,7 +192,8 @@ class SocketBus(Bus):
     def post(self, envelope: Envelope) -> None:
         transit_ns = self.network.transit_ns(envelope, self.loop.now_ns)
         send = self._through_faults if envelope.kind in _FAULTED_WHERE_SENT else self._forward
-        if transit_ns:
+        if transit_ns or envelope.kind == BOOTSTRAP_REGISTER:
+            # Who registers is only being built: first let all of it be there.
             self.loop.call_later(transit_ns, lambda: send(envelope))
         else:
             send(envelope)
@@ -361,8 +364,8 @@ class SocketBus(Bus):
     def _on_http(self, address: str, exchange: Exchange) -> None:
         request = exchange.request
         self.traffic.taken(Connection(self._endpoints[address], exchange.client))
-        self._num_exchanges += 1
-        client = f"{_HTTP}{self._num_exchanges}"
+        self.num_exchanges += 1
+        client = f"{_HTTP}{self.num_exchanges}"
         _remember(self._exchanges, client, exchange)
         is_get = request.method == "GET"
         self._arrive_here(
@@ -398,7 +401,7 @@ class SocketBus(Bus):
             self._hang_up(conversation)
             answer = replace(
                 envelope,
-                kind=BOOTSTRAP_ANSWER,
+                kind=BOOTSTRAP_ANSWER if envelope.kind == BOOTSTRAP_QUERY else BOOTSTRAP_REGISTERED,
                 source=envelope.destination,
                 destination=envelope.source,
                 payload=BootstrapAnswer(status, body, error),

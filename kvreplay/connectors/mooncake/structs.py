@@ -18,8 +18,6 @@ from kvreplay.connectors.mooncake.plan import NOTHING, Piece, TransferPlan, Writ
 
 STRAY_FRAMES: Final = "stray.frames"
 """Kind of a message to a producer's socket that is no pull; its payload is its frames, without the identity."""
-BOOTSTRAP_REGISTER: Final = "bootstrap.register"
-"""Kind of a producer's registration with its bootstrap server."""
 FIRST_TOKEN_STOPS: Final = "_first_token_stops"
 """In a request's `kv_transfer_params`: its first token is a stop token. Only a fault says so."""
 CONNECTION_CLOSED: Final = "connection.closed"

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from kvreplay.behaviour import Behaviour
 from kvreplay.connectors.mooncake import log
-from kvreplay.connectors.mooncake.addresses import SCHEME, bootstrap_address
-from kvreplay.connectors.mooncake.bootstrap import BootstrapServer
+from kvreplay.connectors.mooncake.addresses import SCHEME, bootstrap_address, registration_address
+from kvreplay.connectors.mooncake.bootstrap import serve
 from kvreplay.connectors.mooncake.config import MooncakeConfig
 from kvreplay.connectors.mooncake.consumer import Consumer
 from kvreplay.connectors.mooncake.identity import WorkerIdentity
@@ -15,6 +15,7 @@ from kvreplay.connectors.mooncake.log import LogSink
 from kvreplay.connectors.mooncake.memory import RankMemory, RowMemory
 from kvreplay.connectors.mooncake.plan import HeadLayout
 from kvreplay.connectors.mooncake.producer import Producer
+from kvreplay.connectors.mooncake.registration import Registration
 from kvreplay.connectors.mooncake.scheduler import TransferGroup
 from kvreplay.connectors.mooncake.sharding import Sharding
 from kvreplay.connectors.mooncake.stats import MooncakeStats
@@ -71,11 +72,13 @@ def register_rows(
 
 
 class MooncakeWorker:
-    """Both halves that its role has, and on the first rank of a producer the bootstrap server.
+    """Both halves that its role has, and on the first rank of a producer the bootstrap server, unless there is an
+    external one.
 
     `on_report` is called when `get_finished` would return something, so that a parked instance can wake; also from
-    within `start_load_kv`. `bootstrap`: a server that runs already, None to start one; `registers` False: somebody
-    else registers this worker. `encodes_messages`: send pulls and replies as the bytes of a socket.
+    within `start_load_kv`. `on_registered` is told once how the registration of a producer ended: what its engine dies
+    of, or None; `registers` False: somebody else registers it. `encodes_messages`: send pulls and replies as the bytes
+    of a socket.
 
     After `shutdown` the object is dead; a restart makes a new one, with the next incarnation in its identity.
     """
@@ -92,8 +95,8 @@ class MooncakeWorker:
         memory: RegisteredMemory,
         sink: EventSink,
         on_report: Callable[[], None],
-        bootstrap: BootstrapServer | None = None,
         registers: bool = True,
+        on_registered: Callable[[EngineFatal | None], None] | None = None,
         encodes_messages: bool = False,
         log_line: LogSink | None = None,
     ) -> None:
@@ -103,12 +106,13 @@ class MooncakeWorker:
         self.stats = MooncakeStats()
         self.consumer: Consumer | None = None
         self.producer: Producer | None = None
-        self.bootstrap: BootstrapServer | None = None
         self._bus = bus
         self._loop = bus.loop
         self._log = log_line
         self._halves: list[VirtualDriver] = []
-        self._bootstrap_driver: VirtualDriver | None = None
+        self._bootstrap: VirtualDriver | None = None
+        self._registering: VirtualDriver | None = None
+        self._on_registered = on_registered
         self._by_kind: dict[str, VirtualDriver] = {}
         self._notifies_peers = behaviour["pull_wait"] == "bounded"
         state_groups = frozenset(index for index, group in enumerate(groups) if group.kind == MAMBA)
@@ -152,7 +156,10 @@ class MooncakeWorker:
             )
             self._producer_driver = drive(self.producer, PULL_REQUEST, WRITE_DONE, STRAY_FRAMES)
             if registers:
-                self._start_bootstrap(bootstrap)
+                if config.bootstrap_server_address is None and identity.ranks.rank == 0:
+                    replaces = behaviour["mooncake_registration"] == "replace"
+                    self._bootstrap = serve(bus, identity.instance, replaces=replaces)
+                self._register(config)
         bus.listen(identity.address, self._receive, refused=self._refused)
 
     def configure(self, config: MooncakeConfig) -> None:
@@ -222,9 +229,10 @@ class MooncakeWorker:
             bus.silence(identity.memory_address)
         if self.producer is not None:
             self.producer.shutdown()
-        if self._bootstrap_driver is not None:
+        if self._bootstrap is not None:
             bus.silence(bootstrap_address(identity.instance))
-            self._bootstrap_driver.close()
+            self._bootstrap.close()
+        self._end_registration()
         for driver in self._halves:
             driver.close()
         if self._notifies_peers:
@@ -239,25 +247,45 @@ class MooncakeWorker:
             delay_ns = bus.network.transit_ns(notice, self._loop.now_ns)
             self._loop.call_later(delay_ns, lambda notice=notice: bus.deliver(notice))  # type: ignore[misc]
 
-    def _start_bootstrap(self, shared: BootstrapServer | None) -> None:
-        """Register with the deployment's server; without one, start it."""
+    # -- registration -------------------------------------------------------------------------------------
+
+    def _register(self, config: MooncakeConfig) -> None:
         identity, ranks = self.identity, self.identity.ranks
-        server = shared
-        if server is None:
-            server = self.bootstrap = BootstrapServer()
-            self._bootstrap_driver = VirtualDriver(server, self._bus)
-            self._bus.listen(bootstrap_address(identity.instance), self._bootstrap_driver.receive)
-        answer = server.register(
+        registration = Registration(
             RegisterWorkerPayload(
                 engine_id=identity.engine_id,
                 dp_rank=ranks.dp_rank,
                 tp_rank=ranks.tp_rank,
                 pp_rank=ranks.pp_rank,
                 addr=SCHEME + identity.address,
-            )
+            ),
+            config.bootstrap_server_of(identity.instance),
+            address=self._registers_at,
+            config=config,
+            log_line=self._log,
         )
-        if answer.status != 200:
-            raise EngineFatal("HTTPStatusError", (answer.body or b"").decode())
+        driver = self._registering = VirtualDriver(
+            registration, self._bus, on_report=lambda: self._registered(registration.failure)
+        )
+        self._bus.listen(self._registers_at, driver.receive, refused=driver.refused)
+        registration.start(self._loop.now_ns)
+        driver.pump()
+
+    @property
+    def _registers_at(self) -> str:
+        identity = self.identity
+        return registration_address(identity.instance, identity.ranks.rank, identity.incarnation)
+
+    def _registered(self, failure: EngineFatal | None) -> None:
+        self._end_registration()
+        if self._on_registered is not None:
+            self._on_registered(failure)
+
+    def _end_registration(self) -> None:
+        if self._registering is not None:
+            self._registering.close()
+            self._registering = None
+            self._bus.silence(self._registers_at)
 
     # -- messages -----------------------------------------------------------------------------------------
 

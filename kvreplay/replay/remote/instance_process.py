@@ -69,6 +69,7 @@ class InstanceProcess:
             find_target=self._find_target,
             tells_of_gone_peers=behaviour["pull_wait"] == "bounded",
         )
+        self.bus.update_directory(setup.endpoints)
         self.injector = Injector(make_plan(setup.faults), setup.seed, self._sink, loop, self.bus)
         sink = self.injector.sink
         index = ContentIndex(workload.arrivals, config.hash_block_size)
@@ -89,6 +90,7 @@ class InstanceProcess:
         self._num_blocks = config.role(roles[setup.name]).cache.num_gpu_blocks
         self._node: Node | None = None
         self._node = self.node = Node(setup.name, roles[setup.name], rank, surroundings)
+        self._is_serving = False
         self.node.on_end = self._ended
         self._ends = Ends([self.node], loop, sink, self.injector.blame, findings)
         self.injector.count_elsewhere(self._ask)
@@ -211,6 +213,10 @@ class InstanceProcess:
         if self._paced.has_passed(_TIDY_S):
             self.bus.tidy()
         self._flush()
+        is_serving = self.bus.hears(self.node.api_address)
+        if is_serving != self._is_serving:
+            self._is_serving = is_serving
+            self._say(messages.Serving(is_serving=is_serving))
         if self._paced.is_due:
             self._paced.listen(0.0)
         else:

@@ -16,7 +16,8 @@ class _Message(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Setup(_Message):
-    """The first message: everything that the instance's course depends on, besides what it hears."""
+    """The first message: everything that the instance's course depends on, besides what it hears. `endpoints`: who
+    listens before any instance does."""
 
     name: str
     trace: str
@@ -28,6 +29,7 @@ class Setup(_Message):
     faults: list[str]
     seed: int
     detail: int
+    endpoints: dict[str, str]
 
 
 class Grant(_Message):
@@ -95,6 +97,12 @@ class Listening(_Message):
     endpoints: dict[str, str]
 
 
+class Serving(_Message):
+    """Whether clients can reach the instance."""
+
+    is_serving: bool
+
+
 class Happened(_Message):
     """Events in their order; `cause_handle` counts those of this process from 0."""
 
@@ -145,7 +153,7 @@ class Failed(_Message):
 
 
 ToInstance = Setup | Grant | Directory | Arrival | Abort | Seen | Order | Decision | Quit
-FromInstance = Ready | Listening | Happened | Ended | Settled | Done | Question | Account | Failed
+FromInstance = Ready | Listening | Serving | Happened | Ended | Settled | Done | Question | Account | Failed
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _to_instance: Final = msgspec.msgpack.Decoder(ToInstance)

@@ -24,12 +24,13 @@ from kvreplay.faults.record import FaultStatistics
 from kvreplay.faults.topology import check_possible
 from kvreplay.ids import NS_PER_MS, NS_PER_S
 from kvreplay.kv.content_index import ContentIndex
-from kvreplay.replay.cluster import RunSettings, Watch, path_timers_ns, topology_of
+from kvreplay.replay.cluster import RunSettings, Watch, bootstrap_url_of, path_timers_ns, topology_of
 from kvreplay.replay.config import Role
 from kvreplay.replay.node import instance_names
 from kvreplay.replay.overrides import overridden
 from kvreplay.replay.proxy import Proxy
 from kvreplay.replay.remote import messages
+from kvreplay.replay.remote.external_bootstrap import ExternalBootstrap
 from kvreplay.sim.bus import Bus, owner_of
 from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
 from kvreplay.sim.event_loop import FOREVER_NS, EventLoop
@@ -65,6 +66,8 @@ class RemoteNode:
         self.incarnation = 0
         self.is_up = True
         self.is_ready = False
+        self.is_serving = False
+        """Clients can reach it."""
         self.on_end: Callable[[str], None] | None = None
         self.endpoints: dict[str, str] = {}
         self.handles: list[int] = []
@@ -119,7 +122,7 @@ class RemoteNode:
         done = self._cluster.order(self, command.verb, command.arguments)
         command.victims += done.victims
         if done.ok and command.verb == "crash":
-            self.is_up = False
+            self.is_up = self.is_serving = False
             self._live.clear()
             self._cluster.publish(messages.Directory(endpoints={}, gone=self.name), self)
         elif done.ok and command.verb == "restart":
@@ -172,7 +175,7 @@ class _ProxyBus(Bus):
 
     def _send_over(self, envelope: Envelope) -> None:
         node = self._nodes[owner_of(envelope.destination)]
-        if not node.is_up:
+        if not node.is_serving:
             self.loop.call_later(0, lambda: self._refuse(envelope))
         elif envelope.kind == CLIENT_ABORT:
             node.tell(messages.Abort(request_id=envelope.payload))
@@ -218,6 +221,7 @@ class RemoteCluster:
         self.malformed: Counter[tuple[str, str]] = Counter()
         """(instance, what) → how many messages came in that no peer sends."""
         self._settings, self._workload = settings, workload
+        self._bootstrap: ExternalBootstrap | None = None
         self._setup: dict[str, Any] = {
             "trace": str(trace.absolute()),
             "limit": limit,
@@ -227,6 +231,7 @@ class RemoteCluster:
             "faults": [fault.spec for fault in settings.plan],
             "seed": settings.seed,
             "detail": sink.detail,
+            "endpoints": self._start_external_bootstrap(),
         }
         last_ns = max((arrival.time_ns for arrival in workload.arrivals), default=0)
         self._phase_ns = last_ns + _TIMERS * path_timers_ns(config) + 3600 * NS_PER_S
@@ -280,6 +285,15 @@ class RemoteCluster:
             for place, own in enumerate(self.injector.statistics())
         ]
 
+    def _start_external_bootstrap(self) -> dict[str, str]:
+        """Where it listens, if the run has one."""
+        address = self._config.connector.mooncake.bootstrap_server_address
+        if address is None:
+            return {}
+        replaces = self._settings.behaviour["mooncake_registration"] == "replace"
+        self._bootstrap = ExternalBootstrap(self.paced, replaces=replaces)
+        return {addresses.bootstrap_address(address.rpartition(":")[0]): self._bootstrap.endpoint}
+
     # -- life ---------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
@@ -290,16 +304,27 @@ class RemoteCluster:
             self.bus.control(name, node.command)
         servers = list(self._nodes.values())
         topology = self._config.topology
-        self.proxy = Proxy(self._workload, servers, topology, self.bus, self.sink, self.injector.rewrite_params)
+        self.proxy = Proxy(
+            self._workload,
+            servers,
+            topology,
+            self.bus,
+            self.sink,
+            self.injector.rewrite_params,
+            partial(bootstrap_url_of, self._config),
+        )
         self._wait(lambda: all(node.is_ready for node in self._nodes.values()), _START_S, "to start")
         for node in self._nodes.values():
             self.publish(messages.Directory(endpoints=node.endpoints), node)
+        self._wait(self._is_settled, _START_S, "to register")
         self._pace = Pace(self._scale)
         self.injector.arm(self._topology)
         self.proxy.start()
 
     def _end(self) -> None:
         self._is_ending = True
+        if self._bootstrap is not None:
+            self._bootstrap.close()
         for node in self._nodes.values():
             node.end()
 
@@ -323,6 +348,9 @@ class RemoteCluster:
         """Whatever has happened up to now has had all its effects."""
         if self.paced.is_due or not all(node.is_settled for node in self._nodes.values()):
             return False
+        told = self._bootstrap.traffic.tell() if self._bootstrap is not None else None
+        if told is not None:
+            self._ledger.hear(told)
         if not self._ledger.is_even and monotonic() - self._heard_s > _LOST_S:
             self._ledger.give_up()
         return self._ledger.is_even
@@ -388,6 +416,8 @@ class RemoteCluster:
                 node.endpoints = message.endpoints
                 for endpoint in message.endpoints.values():
                     self._ledger.listens(endpoint)
+            case messages.Serving():
+                node.is_serving = message.is_serving
             case messages.Happened():
                 self._take_events(node, message.events)
             case messages.Ended():

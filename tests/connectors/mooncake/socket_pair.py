@@ -51,6 +51,7 @@ class SocketPair(Pair):
     def start(self, instance: str, role: str, memory: FakeMemory, incarnation: int = 0) -> MooncakeWorker:
         worker = self._workers[instance] = super().start(instance, role, memory, incarnation)
         self._tell(instance)
+        self.clock.settle()  # until it has registered
         return worker
 
     def bus_of(self, instance: str) -> Bus:

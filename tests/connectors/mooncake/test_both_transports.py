@@ -184,6 +184,16 @@ def test_a_write_that_is_lost_ends_at_the_engines_deadline(make_pair: MakePair) 
     assert [event.status for event in pair.events("send.finished")] == ["failed"]
 
 
+def test_a_producer_registers_over_http() -> None:
+    pair = SocketPair(config=QUICK)
+    try:
+        pair.run()
+        assert pair.buses["P0"].num_exchanges == 1
+        assert pair.buses["D0"].num_exchanges == 0
+    finally:
+        pair.close()
+
+
 def test_nobody_at_the_bootstrap_address(make_pair: MakePair) -> None:
     pair = make_pair()
     pair.pull(request_for("d1", bootstrap="http://nowhere:8998"))

@@ -569,6 +569,7 @@ class TestBootstrap:
 class TestBothRoles:
     def test_an_instance_produces_and_consumes(self) -> None:
         pair = Pair()
+        pair.run()  # until it has registered
         pair.p.shutdown()
         pair.d.shutdown()
         pair.p = pair.start("P0", "kv_both", pair.p_memory, incarnation=1)

@@ -41,7 +41,7 @@ class Boot:
             if given is not None:
                 self.bus.post(
                     Envelope(
-                        kind="bootstrap.answer",
+                        kind="bootstrap.registered",
                         source=envelope.destination,
                         destination=envelope.source,
                         payload=given,
@@ -123,7 +123,7 @@ def test_an_answer_to_an_attempt_that_is_over_changes_nothing() -> None:
     def late(envelope: Envelope) -> BootstrapAnswer | None:
         if envelope.attempt == 1:
             old = Envelope(
-                kind="bootstrap.answer", source="boot", destination="P0", payload=BootstrapAnswer(500), attempt=1
+                kind="bootstrap.registered", source="boot", destination="P0", payload=BootstrapAnswer(500), attempt=1
             )
             boot.loop.call_later(30 * NS_PER_S + 1, lambda: boot.bus.deliver(old))
             return None
