@@ -14,6 +14,9 @@ of 2026-01-08 on the connector compares ways to copy, and why the unit is a bloc
 
 _MEMORY_PAGE: Final = 4096
 
+MAX_CHUNKS: Final = 1 << 24
+"""Of one tier: as for the blocks of a pool, what is kept of each fits into memory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadingConfig:
@@ -95,7 +98,13 @@ class OffloadingConfig:
         if largest <= 0:
             raise ConfigError("model.groups: bytes_per_token or state_bytes is needed to turn CPU memory into chunks")
         slot_bytes = largest * num_ranks * groups[0].blocks_per_chunk
-        return self.cpu_bytes_to_use // (-(-slot_bytes // _MEMORY_PAGE) * _MEMORY_PAGE)
+        num_chunks = self.cpu_bytes_to_use // (-(-slot_bytes // _MEMORY_PAGE) * _MEMORY_PAGE)
+        if num_chunks > MAX_CHUNKS:
+            raise ConfigError(
+                f"connector.cpu_bytes_to_use: {self.cpu_bytes_to_use} bytes are {num_chunks} chunks of this model, "
+                f"and at most {MAX_CHUNKS} are kept track of"
+            )
+        return num_chunks
 
     def sync_load_budget(self, groups: Sequence[OffloadGroup]) -> int:
         """Tokens that a step may load and wait for. Windows and states are overestimated, as vLLM does."""

@@ -43,8 +43,9 @@ class CpuBuffers:
             import torch
 
             torch.set_num_threads(1)
-            self.tensor = torch.zeros((num_chunks * blocks_per_chunk, num_words), dtype=torch.int64)
-            self._words = self.tensor.numpy().view(np.uint64)
+            # numpy's zeros cost nothing until they are touched; torch would touch them all.
+            self._words = np.zeros((num_chunks * blocks_per_chunk, num_words), np.uint64)
+            self.tensor = torch.from_numpy(self._words.view(np.int64))
         # A block as one item: numpy then copies whole blocks instead of word after word.
         self._row = np.dtype((np.void, 8 * max(num_words, 1)))
         self._rows: NDArray[np.void] | None = self._words.view(self._row).reshape(-1) if num_words else None

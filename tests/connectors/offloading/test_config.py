@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from kvreplay.connectors.offloading.config import OffloadingConfig
+from kvreplay.connectors.offloading.config import MAX_CHUNKS, OffloadingConfig
 from kvreplay.connectors.offloading.groups import drafting, engine_layout, offload_groups
 from kvreplay.connectors.offloading.layout import OffloadGroup, OffloadLayout
 from kvreplay.errors import ConfigError
@@ -68,6 +68,12 @@ class TestChunks:
     def test_the_widest_group_decides(self) -> None:
         groups = [full(bytes_per_block=4096), state(1, bytes_per_block=8192)]
         assert config(cpu_bytes_to_use=40960).num_chunks(groups, 1) == 5
+
+    def test_more_than_can_be_kept_track_of_are_refused(self) -> None:
+        groups = [full(bytes_per_block=4096)]
+        assert config(cpu_bytes_to_use=MAX_CHUNKS * 4096).num_chunks(groups, 1) == MAX_CHUNKS
+        with pytest.raises(ConfigError, match=r"connector.cpu_bytes_to_use: 68719480832 bytes are 16777217 chunks"):
+            config(cpu_bytes_to_use=(MAX_CHUNKS + 1) * 4096).num_chunks(groups, 1)
 
     def test_groups_without_a_size_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="bytes_per_token or state_bytes is needed"):
