@@ -1,10 +1,8 @@
 """The `kvreplay` command: its commands, and how it ends."""
 
 import errno
-import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated, Final, cast
@@ -13,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvreplay import __version__
-from kvreplay.cli.common import ProcessStatus, paragraphs, print_error
+from kvreplay.cli.common import ProcessStatus, paragraphs, print_error, redirect_to_nowhere
 from kvreplay.errors import KvReplayError
 
 COMMANDS: Final = (
@@ -153,5 +151,4 @@ def _discard_unwritable_output() -> None:
     try:
         sys.stdout.flush()
     except OSError:
-        with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        redirect_to_nowhere(sys.stdout)

@@ -1,11 +1,13 @@
 """What commands share: options, consoles, JSON on stdout, errors in one line. Light at import."""
 
 import json
+import os
 import sys
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TextIO
 
 import typer
 
@@ -106,18 +108,28 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 def print_error(message: str) -> None:
     """`error: …` on stderr, in one unwrapped line that says nothing to the terminal."""
-    from rich.text import Text
-
-    line = Text.assemble(("error:", "red"), " ", one_line(message))
-    make_console(stderr=True).print(line, soft_wrap=True)
+    _say("error:", "red", message)
 
 
 def print_warning(message: str) -> None:
     """`warning: …` on stderr, likewise."""
+    _say("warning:", "yellow", message)
+
+
+def _say(what: str, style: str, message: str) -> None:
     from rich.text import Text
 
-    line = Text.assemble(("warning:", "yellow"), " ", one_line(message))
-    make_console(stderr=True).print(line, soft_wrap=True)
+    line = Text.assemble((what, style), " ", one_line(message))
+    try:
+        make_console(stderr=True).print(line, soft_wrap=True)
+    except OSError:
+        # There is nobody to be told, which is no reason to end otherwise. What is in the buffer would be tried again.
+        redirect_to_nowhere(sys.stderr)
+
+
+def redirect_to_nowhere(stream: TextIO) -> None:
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def one_line(text: str) -> str:

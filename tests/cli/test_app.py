@@ -150,6 +150,13 @@ def test_a_full_disk_is_one_line(arguments: list[str]) -> None:
     assert (done.returncode, done.stderr) == (2, "error: standard output: no space left on device\n")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(("arguments", "status"), [("info nosuch", 2), ("run decode-stall --baseline", 0)])
+def test_an_error_that_cannot_be_said_changes_no_status(arguments: str, status: int) -> None:
+    line = f"{' '.join(COMMAND)} {arguments} 2> /dev/full"
+    assert subprocess.run(["sh", "-c", line], cwd=ROOT, check=False, stdout=subprocess.DEVNULL).returncode == status
+
+
 def test_closed_descriptors_are_no_traceback() -> None:
     line = f"{' '.join(COMMAND)} profiles --json >&- 2>&-"
     assert subprocess.run(["sh", "-c", line], cwd=ROOT, check=False).returncode == 0
