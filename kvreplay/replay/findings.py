@@ -6,8 +6,8 @@ from typing import Final, TypeAlias
 from kvreplay.checkers.conservation import check_conservation, check_drained, snapshot_of
 from kvreplay.checkers.finding import AGREE, CONTENT, FENCE, NULL_BLOCK, STORE_CONTENT, Finding
 from kvreplay.checkers.store_content import ForeignBlock
-from kvreplay.engine.instance import Instance
 from kvreplay.engine.output import Share
+from kvreplay.engine.stepping import SteppingInstance
 from kvreplay.engine.suspects import WrongBlock
 from kvreplay.engine.worker import LateWrite
 from kvreplay.events import EventSink
@@ -37,7 +37,7 @@ class LiveFindings:
         self._fault_of = fault_of
         self._recounted_ns: dict[str, int] = {}
 
-    def wrong_block(self, instance: Instance, wrong: WrongBlock) -> None:
+    def wrong_block(self, instance: SteppingInstance, wrong: WrongBlock) -> None:
         if wrong.block_id == NULL_BLOCK_ID:
             self._null_block(instance, wrong)
             return
@@ -72,7 +72,7 @@ class LiveFindings:
         )
         self._emit(finding, None)
 
-    def _null_block(self, instance: Instance, wrong: WrongBlock) -> None:
+    def _null_block(self, instance: SteppingInstance, wrong: WrongBlock) -> None:
         act = "computed into" if wrong.is_write else "read from"
         detail = f"position {wrong.position} was {act} the null block"
         now = self._loop.now_ns
@@ -80,12 +80,12 @@ class LiveFindings:
             Finding(NULL_BLOCK, now, detail, instance.name, wrong.request_id, block_id=NULL_BLOCK_ID, group=wrong.group)
         )
 
-    def disagreement(self, instance: Instance, share: Share) -> None:
+    def disagreement(self, instance: SteppingInstance, share: Share) -> None:
         request = share.request
         detail = f"computes up to token {share.end} of {request.num_tokens}"
         self._emit(Finding(AGREE, self._loop.now_ns, detail, instance.name, request.request_id))
 
-    def late_write(self, instance: Instance, late: LateWrite) -> None:
+    def late_write(self, instance: SteppingInstance, late: LateWrite) -> None:
         """Only into a block that somebody else holds by now; into a free one it does no harm."""
         provenance = late.provenance
         if late.owner is None or (provenance is not None and provenance.request_id == late.owner):
@@ -111,20 +111,20 @@ class LiveFindings:
             return provenance.fault_handle
         return self._fault_of(whose, _BRING_BYTES)
 
-    def idle(self, instance: Instance) -> None:
+    def idle(self, instance: SteppingInstance) -> None:
         now = self._loop.now_ns
         last = self._recounted_ns.get(instance.name)
         if last is None or now - last >= _RECOUNT_NS:
             self.recount(instance, whole_cache=False)
 
-    def recount(self, instance: Instance, *, whole_cache: bool = True) -> None:
+    def recount(self, instance: SteppingInstance, *, whole_cache: bool = True) -> None:
         now = self._loop.now_ns
         self._recounted_ns[instance.name] = now
         snapshot = snapshot_of(instance.scheduler.kv)
         for finding in check_conservation(snapshot, instance.name, now, whole_cache=whole_cache):
             self._emit(finding)
 
-    def check_drained(self, instance: Instance) -> None:
+    def check_drained(self, instance: SteppingInstance) -> None:
         """At the end: nobody holds a block."""
         for finding in check_drained(snapshot_of(instance.scheduler.kv), instance.name, self._loop.now_ns):
             assert finding.request_id is not None

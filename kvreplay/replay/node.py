@@ -17,7 +17,7 @@ from kvreplay.connectors.offloading.rank_memory import RankMemory
 from kvreplay.engine.accounts import RecomputeAccounts
 from kvreplay.engine.connector import EngineWorkers, SchedulerConnector
 from kvreplay.engine.history.skipped_waiting import scheduler_kind
-from kvreplay.engine.instance import Counters, Instance
+from kvreplay.engine.instance import Instance
 from kvreplay.engine.log import EngineLog
 from kvreplay.engine.options import SchedulerOptions
 from kvreplay.engine.overlapped_instance import OverlappedInstance
@@ -25,6 +25,7 @@ from kvreplay.engine.recovery import FailureRules
 from kvreplay.engine.request import Request
 from kvreplay.engine.rules import SchedulerRules
 from kvreplay.engine.scheduler import Scheduler
+from kvreplay.engine.stepping import Counters
 from kvreplay.engine.worker import WorkerModel
 from kvreplay.errors import EngineFatal
 from kvreplay.events import EventSink
