@@ -1,13 +1,18 @@
 """The command line. Nothing heavy is imported before a command needs it, so that `--help` is instant."""
 
+import gc
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Final, NoReturn, TextIO
+
+_OBJECTS_PER_COLLECTION: Final = 100_000
+"""Python's 700 would have the collector look hundreds of times at what imports leave, none of which is garbage."""
 
 
 def main() -> NoReturn:
     """Entry point of `kvreplay` and `python -m kvreplay`."""
+    gc.set_threshold(_OBJECTS_PER_COLLECTION)
     if not __debug__:
         # Asserts tell a bug of ours from the replayed engine's misbehaviour; without them a verdict means nothing.
         sys.stderr.write("error: kvreplay needs its asserts; start it without -O and PYTHONOPTIMIZE\n")

@@ -41,7 +41,7 @@ class RecomputeAccounts:
         num_tokens = request.num_tokens
         starts, ids = request.content.segment_starts, request.content.segment_ids
         count = int(starts.searchsorted(num_tokens))
-        cached_end = min(int(self._cached_end[ids[:count]].max()), num_tokens)
+        cached_end = min(int(np.maximum.reduce(self._cached_end[ids[:count]])), num_tokens)
         reachable = (num_tokens - 1) // kv.block_size * kv.block_size
         if (
             num_local_tokens == reachable

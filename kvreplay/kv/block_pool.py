@@ -215,7 +215,7 @@ class BlockPool:
         self.ref_counts[ordered] = counts
         freed = ordered
         if count_nonzero(counts):
-            assert counts.min() >= 0, "block freed twice"
+            assert np.minimum.reduce(counts) >= 0, "block freed twice"
             freed = ordered[counts == 0]
         if not len(freed):
             return
@@ -373,7 +373,7 @@ class BlockPool:
             ):
                 self._add_twin(key, block_id, first)
             keys, block_ids = keys[~is_taken], block_ids[~is_taken]
-        self._first[keys] = block_ids
+        self._first[keys] = block_ids.astype(np.int32)  # which numpy would do in small pieces
         self.num_cached_keys += len(keys)
 
     def cache_one(self, block_id: int, key: int) -> None:

@@ -142,6 +142,7 @@ class ContentIndex:
         self._num_blocks = self._ends // block_size - first_blocks
         num_keys = np.zeros(self.num_segments, np.int64)
         np.maximum.at(num_keys, self._ids, self._num_blocks)
+        self._segment_is_output = segment_is_output
         order = np.argsort(segment_is_output, kind="stable")
         bases = np.empty(self.num_segments, np.int64)
         bases[order] = np.cumsum(num_keys[order]) - num_keys[order]
@@ -240,14 +241,21 @@ class RequestContent:
             bounds[0], bounds[-1] = start, end
             bounds[1:-1] = starts[first + 1 : last]
             words = words.repeat(bounds[1:] - bounds[:-1])
+            words += ramp
+            return words
         return words + ramp
 
     @property
     def first_output_block(self) -> int:
         """The first block that ends in somebody's generated tokens: an earlier turn's, or its own."""
         if self._first_output_block < 0:
-            is_output = self._index.is_generated_key(self.block_keys)
-            self._first_output_block = int(is_output.argmax()) if is_output.any() else len(is_output)
+            index, begin, end = self._index, self._begin, self._end
+            is_output = index._segment_is_output[index._ids[begin:end]] & (index._num_blocks[begin:end] > 0)
+            piece = int(is_output.argmax())
+            if is_output[piece]:
+                self._first_output_block = int(index._starts[begin + piece]) // index.hash_block_size
+            else:
+                self._first_output_block = self.num_tokens // index.hash_block_size
         return self._first_output_block
 
     @property

@@ -100,6 +100,26 @@ def test_keys_of_generated_tokens_can_be_told_from_those_of_prompts(workload: li
         ]
 
 
+SESSIONS = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 7)), min_size=1, max_size=5)
+"""Of each turn: tokens of new text, tokens of output."""
+
+
+@given(SESSIONS, st.integers(1, 5))
+def test_the_first_output_block_is_the_first_with_a_generated_key(
+    turns: list[tuple[int, int]], block_size: int
+) -> None:
+    workload, length = [], 3
+    for number, (num_new, num_output) in enumerate(turns):
+        length += num_new
+        workload.append(turn("s", number, length, num_output, tuple(range(1, -(-length // 4) + 1))))
+        length += num_output
+    index = ContentIndex(workload, block_size)
+    for place in range(len(workload)):
+        content = index.content(place)
+        generated = [*index.is_generated_key(content.block_keys).tolist(), True]
+        assert content.first_output_block == generated.index(True)
+
+
 def test_a_partial_last_chunk_shares_what_it_covers_with_the_full_chunk() -> None:
     index = ContentIndex([Prompt(16, 4, (1, 2), 8), Prompt(13, 4, (1, 2), 8)], 2)
     full, partial = index.content(0), index.content(1)
