@@ -51,6 +51,8 @@ def group_copies(job: TransferJob, layout: OffloadLayout) -> Iterator[GroupCopy]
 
 def size_bytes(job: TransferJob, layout: OffloadLayout) -> int:
     """On one rank."""
+    if len(layout.groups) == 1:
+        return job.gpu.group_sizes[0] * layout.groups[0].bytes_per_block
     return sum(size * group.bytes_per_block for group, size in zip(layout.groups, job.gpu.group_sizes, strict=True))
 
 

@@ -78,6 +78,7 @@ class CopyQueues:
         self._size_of = size_of
         self._move = move
         self._announces = announces
+        self._latency_ns = nanoseconds(config.copy_latency)
         self._timeout_ns = nanoseconds(config.copy_timeout) if bounds_copies else None
         self._deadlines = Deadlines()
         self._queues: dict[str, deque[_Copy]] = {queue: deque() for queue in QUEUES}
@@ -92,7 +93,10 @@ class CopyQueues:
     @property
     def has_report(self) -> bool:
         """Whether the head of some queue is over."""
-        return any(copies and copies[0].result is not None for copies in self._queues.values())
+        for copies in self._queues.values():
+            if copies and copies[0].result is not None:
+                return True
+        return False
 
     def handle(self, envelope: Envelope, now_ns: int) -> None:
         """A completion event arrives. That of a copy that has been given up comes too late."""
@@ -175,7 +179,7 @@ class CopyQueues:
     def _duration_ns(self, queue: str, job: TransferJob) -> int:
         config = self._config
         speed = config.store_bytes_per_s if queue == STORES else config.load_bytes_per_s
-        return nanoseconds(config.copy_latency) + -(-self._size_of(job) * NS_PER_S // speed)
+        return self._latency_ns + -(-self._size_of(job) * NS_PER_S // speed)
 
     def _schedule(self, copy: _Copy) -> None:
         copy.deadlines = []

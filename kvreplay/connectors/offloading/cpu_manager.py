@@ -21,6 +21,10 @@ from kvreplay.errors import EngineFatal
 
 EVICTION_POLICIES: Final[dict[str, type[LRUPolicy] | type[ARCPolicy]]] = {"lru": LRUPolicy, "arc": ARCPolicy}
 
+_MISS: Final = np.int8(LookupResult.MISS)
+_HIT: Final = np.int8(LookupResult.HIT)
+_PENDING: Final = np.int8(LookupResult.HIT_PENDING)
+
 
 class CPUOffloadingManager:
     lookup_is_pure = True
@@ -87,11 +91,9 @@ class CPUOffloadingManager:
 
     def lookup_many(self, keys: Keys, context: RequestContext) -> LookupResults:
         chunk_ids = self.chunks.find(keys)
-        results = np.ones(len(keys), np.int8)
-        is_ready = self.chunks.is_ready(chunk_ids)
-        if not is_ready.all():
-            results[~is_ready] = LookupResult.HIT_PENDING
-        results[chunk_ids < 0] = LookupResult.MISS
+        results = np.where(chunk_ids < 0, _MISS, _HIT)
+        if self.chunks.num_write_pending:
+            results[self.chunks.is_pending(chunk_ids)] = _PENDING
         return results
 
     def get_load_source(self, key: int, context: RequestContext) -> str:
@@ -157,7 +159,8 @@ class CPUOffloadingManager:
             candidates, reused = keys[is_candidate], keys[is_reused]
             counts = is_candidate | is_reused
             keys, observed, spared = keys[counts], chunk_ids[counts], chunk_ids[chunk_ids >= 0]
-        self._note_misses(candidates, context)
+        if self.policy.distinguishes_reuse:
+            self._note_misses(candidates, context)
         # Also where no room is found: an observation is made once, and has been made.
         self._note_access(keys, observed, context, reused=reused)
         if not len(candidates):
@@ -170,7 +173,7 @@ class CPUOffloadingManager:
 
     def _note_misses(self, keys: Keys, context: RequestContext) -> None:
         """A policy learns from a miss once per request and key."""
-        if not self.policy.distinguishes_reuse or not len(keys):
+        if not len(keys):
             return
         missed = self._access_of(context).missed
         new = np.array([key for key in keys.tolist() if key not in missed], np.int64)

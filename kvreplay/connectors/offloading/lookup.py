@@ -13,10 +13,11 @@ from kvreplay.connectors.offloading.layout import OffloadLayout
 from kvreplay.connectors.offloading.manager import LookupResult, OffloadingManager
 from kvreplay.connectors.offloading.request_state import GroupState, RequestState
 
-_MISS: Final = LookupResult.MISS
-_HIT: Final = LookupResult.HIT
-_PENDING: Final = LookupResult.HIT_PENDING
-_RETRY: Final = LookupResult.RETRY
+# Plain numbers: arrays are compared with them.
+_MISS: Final = int(LookupResult.MISS)
+_HIT: Final = int(LookupResult.HIT)
+_PENDING: Final = int(LookupResult.HIT_PENDING)
+_RETRY: Final = int(LookupResult.RETRY)
 
 _FIRST_PART: Final = 64
 """Chunks that a scan asks about at first."""
@@ -95,12 +96,15 @@ class ChunkLookup:
         size = _FIRST_PART
         while count < len(keys):
             results = self.manager.lookup_many(keys[count : count + size], state.context)
-            misses = (results == _MISS).nonzero()[0]
-            num_hits = int(misses[0]) if len(misses) else len(results)
-            is_undecided |= bool((results[:num_hits] != _HIT).any())
-            count += num_hits
-            if len(misses):
-                break
+            is_hit = results == _HIT
+            if not is_hit.all():
+                misses = (results == _MISS).nonzero()[0]
+                num_hits = int(misses[0]) if len(misses) else len(results)
+                is_undecided |= not is_hit[:num_hits].all()
+                if len(misses):
+                    count += num_hits
+                    break
+            count += len(results)
             size *= 8
         return None if is_undecided else count
 
@@ -306,9 +310,9 @@ class _PartialTail:
                 unconfirmed.append(key)
         for key in unconfirmed:
             result = self.lookup.ask(key, self.state)
-            if result is _MISS:
+            if result == _MISS:
                 return self.bridge_end - self.layout.tokens_per_hash, is_pending
-            is_pending |= result is not _HIT
+            is_pending |= result != _HIT
         return highest, is_pending
 
     def _ask_boundary(self, boundary: int, *, is_pending: bool) -> tuple[bool, bool]:
@@ -316,7 +320,7 @@ class _PartialTail:
         for index, group_state in enumerate(self.state.groups):
             key = self.state.boundary_key(index, boundary + self.layout.proof_margin(group_state.group))
             result = self.lookup.ask(key, self.state)
-            if result is _MISS:
+            if result == _MISS:
                 return False, is_pending
-            is_pending |= result is not _HIT
+            is_pending |= result != _HIT
         return not is_pending, is_pending

@@ -241,7 +241,7 @@ class OffloadingScheduler:
                 self._unsettled[share.request_id] = None
 
     def _update_states(self, step: OffloadStep) -> None:
-        lengths_before: dict[str, tuple[int, ...]] = {}
+        lengths_before: dict[str, Sequence[int]] = {}
         for share in step.requests:
             state = self.states[share.request_id]
             state.notice_keys()
@@ -251,7 +251,7 @@ class OffloadingScheduler:
                 state.clear_tables()
                 blocks = state.admitted_tables if blocks is None else blocks
             if blocks is not None:
-                lengths_before[share.request_id] = tuple(len(group.table) for group in state.groups)
+                lengths_before[share.request_id] = [len(group.table) for group in state.groups]
                 state.extend_tables(blocks)
                 if blocks is not state.admitted_tables:
                     self._allocated += [blocks[group.group_id] for group in self.layout.groups]
@@ -275,7 +275,7 @@ class OffloadingScheduler:
             allocated.update(listed(block_ids))
         return allocated
 
-    def _forget_stale_ids(self, lengths_before: dict[str, tuple[int, ...]]) -> None:
+    def _forget_stale_ids(self, lengths_before: dict[str, Sequence[int]]) -> None:
         """A block that has left a window may have been given to someone else: its old place is nobody's now."""
         # Null blocks may be among them: where one is, there is nothing to forget.
         self._given_now.fill(np.concatenate([np.asarray(block_ids, np.int64) for block_ids in self._allocated]))
@@ -413,7 +413,7 @@ class OffloadingScheduler:
     def needs_every_step(self) -> bool:
         """Whether steps may not be skipped: a block that is given out may be read by a store, now or later, or stores
         wait for the next step."""
-        return bool(self.ledger.fences or self._unsettled) or self._owes_stores
+        return self._owes_stores or bool(self.ledger.fences or self._unsettled)
 
     def needs_share(self, request_id: str) -> bool:
         """Whether this request must be shown in each of its steps, though it only decodes: it has more to offer."""

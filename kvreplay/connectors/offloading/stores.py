@@ -231,16 +231,12 @@ class StoreBuilder:
             tuple(len(blocks) for blocks, _ in sources),
             tuple(first for _, first in sources),
         )
-        fenced, deferred = (
-            _joined(
-                [
-                    blocks
-                    for group, (blocks, _) in zip(self._layout.groups, sources, strict=True)
-                    if group.is_windowed is kind
-                ]
-            )
-            for kind in (True, False)
-        )
+        fenced, deferred = _NO_BLOCKS, gpu.block_ids
+        if self._layout.windowed:
+            blocks = {is_windowed: [_NO_BLOCKS] for is_windowed in (True, False)}
+            for group, (of_group, _) in zip(self._layout.groups, sources, strict=True):
+                blocks[group.is_windowed].append(of_group)
+            fenced, deferred = _joined(blocks[True]), _joined(blocks[False])
         return self.open(state, plan.keys, gpu, plan.chunk_ids, fenced=fenced, deferred_fence=deferred)
 
     def _source(self, group_state: GroupState, offer: _Offer, is_accepted: Mask | None) -> tuple[BlockIds, int]:

@@ -16,6 +16,7 @@ LOADS: Final = "L"
 SYNC_LOADS: Final = "Y"
 QUEUES: Final = (STORES, LOADS, SYNC_LOADS)
 """In order of reporting. Copies of one queue start and end in the order of their submission."""
+_PLACE_OF: Final = {queue: place for place, queue in enumerate(QUEUES)}
 
 
 class CopyResult(NamedTuple):
@@ -137,14 +138,20 @@ class OffloadingWorker:
         """The same, as messages to the scheduler."""
         is_load = {job_id: req_id is not None for job_id, req_id in self._loads.items()}
         report = self.get_finished()
-        orders = [
-            QUEUES.index(STORES if job_id not in is_load else LOADS if is_load[job_id] else SYNC_LOADS)
+        return [
+            RankReport(
+                rank,
+                job_id,
+                _PLACE_OF[STORES if job_id not in is_load else LOADS if is_load[job_id] else SYNC_LOADS],
+                report.failed.get(job_id),
+            )
             for job_id in report.completed
         ]
-        return [
-            RankReport(rank, job_id, order, report.failed.get(job_id))
-            for job_id, order in zip(report.completed, orders, strict=True)
-        ]
+
+    @property
+    def has_report(self) -> bool:
+        """Whether it knows of any end that no copy engine has to be asked for."""
+        return bool(self._acknowledged or self._failed)
 
     def _note_result(self, result: CopyResult, report: WorkerReport) -> None:
         if not result.success:

@@ -215,8 +215,8 @@ class OffloadingWorkers:
         over that is launched before its asynchronous loads; they wait for it.
         """
         until_ns = self._bus.loop.now_ns
+        has_sync_load = any(job.is_sync for job in metadata.load_jobs.values())
         for rank in self.ranks:
-            has_sync_load = any(job.is_sync for job in metadata.load_jobs.values())
             rank.compute_until_ns = 0 if has_sync_load else compute_until_ns
             rank.worker.start_load_kv(metadata)
             rank.worker.wait_for_save(metadata)
@@ -254,8 +254,9 @@ class OffloadingWorkers:
 
     def _send_reports(self, rank: int) -> None:
         worker = self.ranks[rank]
-        for report in worker.worker.rank_reports(rank):
-            self._send(report, attempt=0)
+        if worker.worker.has_report or worker.queues.has_report:
+            for report in worker.worker.rank_reports(rank):
+                self._send(report, attempt=0)
         worker.driver.report_fetched()
 
     def _send(self, report: RankReport, *, attempt: int) -> None:

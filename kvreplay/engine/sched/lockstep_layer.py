@@ -261,16 +261,18 @@ class LockstepLayer(SchedulerState):
 
     def _grow_openly(self, members: list[Request]) -> None:
         """The same, for those who must hear of each block."""
+        taken: list[int] = []
         for request in members:
             table = self._table(request)
             if table.num_cached < table.num_blocks:
                 self._cache_filled(request, table)
             block_id = self.pool.take_one()
             table.append(block_id)
-            if self.connector is not None and self._must_step:
-                self.connector.note_allocated([block_id])
+            taken.append(block_id)
             if self.log.wants_blocks:
                 self.log.blocks("block.allocated", request, 0, [block_id])
+        if taken and self.connector is not None and self._must_step:
+            self.connector.note_allocated(taken)
 
     def _cache_filled_blocks(self) -> None:
         """Hash the blocks that this step fills, before anyone is looked up in it."""
