@@ -257,8 +257,8 @@ class Node:
         num_words = 0 if model is None else max(words_per_block(group) for group in groups)
         if isinstance(self.offload, SimpleCpu):
             return self.offload.start_workers(memory, num_words)
-        if model is None:
-            return self.offload.start_workers([memory] * self._num_ranks, 0)
+        if model is None or self._num_ranks == 1:
+            return self.offload.start_workers([memory] * self._num_ranks, num_words)
         shares = [self._around.sharding.shares_of(ranks) for ranks in all_ranks(*self._sizes)]
         words = [words_per_block(group) for group in groups]
         memories = [

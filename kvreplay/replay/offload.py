@@ -88,6 +88,7 @@ class Offload:
             wake_at=self._wake_at,
             lookup_timeout_ns=nanoseconds(config.lookup_timeout),
             observer=self,
+            mirrors_states=False,
         )
 
     def _wake_at(self, time_ns: int) -> None:

@@ -30,6 +30,10 @@ CASES: Final = {
 }
 
 
+TIER_PAIRS: Final = ("offload-single", "offload-hybrid-8")
+"""Packaged configs with a CPU tier of four times the GPU pool; each is run against itself without the tier."""
+
+
 class Cost(NamedTuple):
     wall_s: float
     cpu_s: float
@@ -74,6 +78,27 @@ def print_costs(trace: Path, limits: Sequence[int], repeat: int, core: int) -> N
                 f"{case:34}{limit:9,}{cost.wall_s:9.2f}{cost.cpu_s:8.2f}{cost.peak_mib:7.0f}{per_request:12.2f}",
                 flush=True,
             )
+
+
+def without_connector(config: str, folder: Path) -> Path:
+    """The packaged config of this name, but for its connector."""
+    lines = (ROOT / "configs" / f"{config}.toml").read_text().splitlines()
+    start = lines.index("[connector]")
+    end = next(index for index in range(start + 1, len(lines)) if lines[index].startswith("["))
+    path = folder / f"{config}-without.toml"
+    path.write_text("\n".join(lines[:start] + lines[end:]))
+    return path
+
+
+def print_tier_ratios(trace: Path, limit: int, repeat: int, core: int, folder: Path) -> None:
+    """What a CPU tier adds to a run: both in turn, so that a machine that changes its speed does it to both."""
+    print(f"\n{'CPU tier of 4 x the GPU pool':34}{'with, s':>9}{'without':>9}{'ratio':>7}   CPU, {limit:,} requests")
+    for config in TIER_PAIRS:
+        command = [sys.executable, "-m", "kvreplay", "run", str(trace), "--limit", str(limit), "--json", "--config"]
+        twin = str(without_connector(config, folder))
+        pairs = [(measured([*command, config], core), measured([*command, twin], core)) for _ in range(repeat)]
+        tiered, plain = (min(cost.cpu_s for cost in costs) for costs in zip(*pairs, strict=True))
+        print(f"{config:34}{tiered:9.2f}{plain:9.2f}{tiered / plain:7.2f}", flush=True)
 
 
 def print_split(trace: Path, limit: int, core: int, folder: Path) -> None:
@@ -124,6 +149,7 @@ def main() -> None:
         folder = Path(name)
         trace = imported(options.trace, folder, options.core)
         print_costs(trace, limits, options.repeat, options.core)
+        print_tier_ratios(trace, max(limits), options.repeat, options.core, folder)
         if not options.no_split:
             print_split(trace, max(limits), options.core, folder)
 

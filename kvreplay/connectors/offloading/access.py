@@ -13,7 +13,7 @@ class RequestAccess:
     `inserted`, `reused` and `missed` are kept only for policies that distinguish them.
     """
 
-    __slots__ = ("_end", "_seen", "_unjoined", "finished", "generation", "inserted", "missed", "reused")
+    __slots__ = ("_ends", "_is_ordered", "_seen", "_unjoined", "finished", "generation", "inserted", "missed", "reused")
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
@@ -21,8 +21,10 @@ class RequestAccess:
         self._seen: Keys = NO_KEYS
         self._unjoined: list[Keys] = []
         """Seen after `_seen`."""
-        self._end = 0
-        """All that has been seen came in the order of positions up to this one; -1: it did not."""
+        self._is_ordered = True
+        """Each group's keys came in the order of their positions, each once."""
+        self._ends: dict[int, int] = {}
+        """Group → the last position seen of it; only while they are ordered."""
         self.inserted: set[int] = set()
         self.reused: set[int] = set()
         self.missed: set[int] = set()
@@ -36,20 +38,30 @@ class RequestAccess:
         return self._seen
 
     def seen_in_prefix_order(self, space: KeySpace) -> Keys:
-        return self.seen if self._end >= 0 else space.in_prefix_order(self.seen)
+        return self.seen if self._is_ordered and len(self._ends) < 2 else space.in_prefix_order(self.seen)
 
     def see(self, keys: Keys, positions: NDArray[np.int64], space: KeySpace) -> Mask | None:
         """Which of `keys` are new (None: all); from now on they are not. `positions`: where each one's prefix ends."""
-        if self._end >= 0 and positions[0] > self._end and _is_increasing(positions):
-            self._end = int(positions[-1])
-            self._unjoined.append(keys)
-            return None
+        if self._is_ordered:
+            group = int(keys[0]) % space.num_groups
+            if positions[0] > self._ends.get(group, 0) and _go_on(keys, positions, space):
+                self._ends[group] = int(positions[-1])
+                self._unjoined.append(keys)
+                return None
         is_new = space.not_among(keys, self.seen)
         if is_new.any():
-            self._end = -1
+            self._is_ordered = False
             self._unjoined.append(keys[is_new])
         return is_new
 
 
-def _is_increasing(positions: NDArray[np.int64]) -> bool:
-    return len(positions) == 1 or bool((positions[1:] > positions[:-1]).all())
+def _go_on(keys: Keys, positions: NDArray[np.int64], space: KeySpace) -> bool:
+    """Whether these are of one group, and in the order of their positions."""
+    if len(keys) == 1:
+        return True
+    if not (positions[1:] > positions[:-1]).all():
+        return False
+    if space.num_groups == 1:
+        return True
+    groups = space.groups(keys)
+    return bool((groups == groups[0]).all())

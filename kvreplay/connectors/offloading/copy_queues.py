@@ -93,10 +93,7 @@ class CopyQueues:
     @property
     def has_report(self) -> bool:
         """Whether the head of some queue is over."""
-        for copies in self._queues.values():
-            if copies and copies[0].result is not None:
-                return True
-        return False
+        return any(copies and copies[0].result is not None for copies in self._queues.values())
 
     def handle(self, envelope: Envelope, now_ns: int) -> None:
         """A completion event arrives. That of a copy that has been given up comes too late."""

@@ -74,7 +74,7 @@ class CPUOffloadingManager:
             is_new = access.see(keys, self.space.positions(keys), self.space)
             if is_new is None or is_new.any():
                 assert not access.finished, f"{context.req_id}: new keys after its end"
-                if is_new is not None:
+                if is_new is not None and not is_new.all():
                     keys, chunk_ids = keys[is_new], chunk_ids[is_new]
                 self.policy.on_request_access(keys, chunk_ids, context)
         if self.policy.distinguishes_reuse:

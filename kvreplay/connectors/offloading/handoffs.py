@@ -62,7 +62,8 @@ class HandoffStores:
             group = self._layout.groups[index]
             if handoff.boundary % group.tokens_per_chunk:
                 continue
-            keys = np.array([state.boundary_key(index, handoff.boundary)], np.int64)
+            chunk = handoff.boundary // group.tokens_per_chunk
+            keys = state.groups[index].keys[chunk - 1 : chunk]
             place = handoff.boundary // group.tokens_per_block - 1
             job = self._offer(state, keys, [index], [handoff.block_id], place)
             if job is not None:

@@ -58,7 +58,11 @@ class LRUPolicy:
 
     def insert(self, keys: Keys, chunk_ids: ChunkIds, context: RequestContext) -> None:
         positions = self._space.positions(keys)
-        if positions.all():
+        if len(keys) == 1 and positions[0]:
+            tail_first = (_MAX_POSITION - int(positions[0])) << _GROUP_BITS
+            rank = self._rank_of(context)
+            self._places[chunk_ids[0]] = (rank << _RANK_SHIFT) + tail_first + int(keys[0]) % self._space.num_groups
+        elif positions.all():
             self._places[chunk_ids] = self._places_of(keys, positions, self._rank_of(context))
         else:
             for index, chunk_id in enumerate(chunk_ids.tolist()):
@@ -89,9 +93,9 @@ class LRUPolicy:
     def on_request_access(self, keys: Keys, chunk_ids: ChunkIds, context: RequestContext) -> None:
         """Up only: what someone else has ranked higher stays there."""
         rank = self._rank_of(context)
-        is_there = chunk_ids >= 0
-        if not is_there.any():
+        if chunk_ids.max() < 0:
             return
+        is_there = chunk_ids >= 0
         keys, chunk_ids = keys[is_there], chunk_ids[is_there]
         positions = self._space.positions(keys)
         if not positions.all():
@@ -112,8 +116,8 @@ class LRUPolicy:
         return used[np.argsort(self._places[used])]
 
     def _places_of(self, keys: Keys, positions: NDArray[np.int64], rank: int) -> _Places:
-        tails_first = (_MAX_POSITION - positions) << _GROUP_BITS
-        return (rank << _RANK_SHIFT) + tails_first + self._space.groups(keys)
+        places: _Places = (rank << _RANK_SHIFT) + ((_MAX_POSITION - positions) << _GROUP_BITS)
+        return places if self._space.num_groups == 1 else places + self._space.groups(keys)
 
     def _rank_of(self, context: RequestContext) -> int:
         if context.rank is None or context.rank_generation != self._generation:
@@ -137,6 +141,13 @@ class LRUPolicy:
     # -- victims ----------------------------------------------------------------------------------------------
 
     def evict(self, count: int, protected: ChunkIds) -> ChunkIds | None:
+        if count == 1 and not len(protected) and not self._late:
+            entry = self._cursor
+            if entry < len(self._run) and self._is_live[entry]:  # as below, for the many stores of a single chunk
+                self._cursor = entry + 1
+                victim = self._run[entry : entry + 1]
+                self._chunks.take_out(victim)
+                return victim
         spared = protected[self._chunks.ref_counts[protected] == 0] if len(protected) else protected
         if count > self._chunks.num_evictable - len(spared):
             return None

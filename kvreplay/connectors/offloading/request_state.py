@@ -94,12 +94,20 @@ class GroupState:
 
 class RequestState:
     def __init__(
-        self, request: Request, context: RequestContext, layout: OffloadLayout, space: KeySpace, policy: OffloadPolicy
+        self,
+        request: Request,
+        context: RequestContext,
+        layout: OffloadLayout,
+        space: KeySpace,
+        policy: OffloadPolicy,
+        mirrored: Sequence[int],
     ) -> None:
         self.request = request
         self.context = context
         self.policy = policy
         self.groups = tuple(GroupState(group) for group in layout.groups)
+        self.mirrored = tuple(self.groups[index] for index in mirrored)
+        """Groups whose tables are followed."""
         params = request.kv_transfer_params
         self.max_load_tokens = _token_limit(params, "max_load_tokens")
         self.max_offload_tokens = _token_limit(params, "max_offload_tokens")
@@ -150,7 +158,7 @@ class RequestState:
         return self.request.num_tokens // self._tokens_per_hash
 
     def clear_tables(self) -> None:
-        for state in self.groups:
+        for state in self.mirrored:
             state.table.clear()
 
     def rewind(self) -> None:
@@ -160,12 +168,12 @@ class RequestState:
         self.settled_tokens = -1
 
     def extend_tables(self, new_blocks: BlocksOfGroups) -> None:
-        for state in self.groups:
+        for state in self.mirrored:
             state.table.extend(new_blocks[state.group.group_id])
 
     def catch_up(self, tables: BlocksOfGroups) -> None:
         """Take in blocks that it got while it ran without being shown; only where nothing leaves a table."""
-        for state in self.groups:
+        for state in self.mirrored:
             if len(state.table) and not state.group.is_windowed:
                 table = tables[state.group.group_id]
                 state.table.extend(table[len(state.table) :])

@@ -45,6 +45,8 @@ class OffloadingScheduler:
 
     `max_loadable`: how far beyond the local hit a load may reach, where groups that are not offloaded limit it; None:
     nothing does. `now_ns` is the time and `wake_at` has the engine ask again at that time, both for bounded lookups.
+    `mirrors_states`: follow also the tables of groups whose states are handed over, which is of no use but to show what
+    vLLM's connector would have of them.
     """
 
     requires_kv_delivery = False
@@ -61,8 +63,14 @@ class OffloadingScheduler:
         wake_at: Callable[[int], None] | None = None,
         lookup_timeout_ns: int = 0,
         observer: StepObserver | None = None,
+        mirrors_states: bool = True,
     ) -> None:
         self.layout = layout
+        self._mirrored = tuple(
+            index for index, group in enumerate(layout.groups) if mirrors_states or not group.is_aligned_state
+        )
+        self._watched = tuple(index for index in layout.windowed if index in self._mirrored)
+        """Groups of which an id may have to be forgotten."""
         self.follows_windows = not layout.offload_prompt_only or behaviour.stale_ids == "all"
         """Else nothing is stored of a request that only decodes, nor forgotten: what leaves its windows is all one."""
         self.manager = manager
@@ -78,7 +86,9 @@ class OffloadingScheduler:
         self.lookup = ChunkLookup(
             layout, manager, self.chunks_being_loaded, widens_drafters=behaviour.eagle_lookup == "widened"
         )
-        self.stores = StoreBuilder(layout, manager, self.ledger, space, behaviour, self._note_allocation_failure)
+        self.stores = StoreBuilder(
+            layout, manager, self.ledger, space, behaviour, self._note_allocation_failure, self._mirrored
+        )
         self._loads = LoadBuilder(layout, manager, self.ledger, behaviour)
         self._handoffs = HandoffStores(layout, manager, self.stores, behaviour, self._note_allocation_failure)
         self._space = space
@@ -124,7 +134,9 @@ class OffloadingScheduler:
     def on_new_request(self, request: Request) -> None:
         context = context_of(request.request_id, request.kv_transfer_params)
         policy = self.manager.on_new_request(context)
-        self.states[request.request_id] = RequestState(request, context, self.layout, self._space, policy)
+        self.states[request.request_id] = RequestState(
+            request, context, self.layout, self._space, policy, self._mirrored
+        )
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         state = self.states[request.request_id]
@@ -257,7 +269,7 @@ class OffloadingScheduler:
                     self._allocated += [blocks[group.group_id] for group in self.layout.groups]
         if step.copied_to:
             self._allocated.append(step.copied_to)
-        if self.layout.windowed and any(len(block_ids) for block_ids in self._allocated):
+        if self._watched and any(len(block_ids) for block_ids in self._allocated):
             self._forget_stale_ids(lengths_before)
 
     @property
@@ -281,7 +293,7 @@ class OffloadingScheduler:
         self._given_now.fill(np.concatenate([np.asarray(block_ids, np.int64) for block_ids in self._allocated]))
         for req_id, state in self.states.items():
             lengths = lengths_before.get(req_id)
-            for index in self.layout.windowed:
+            for index in self._watched:
                 group_state = state.groups[index]
                 end = len(group_state.table) if lengths is None else lengths[index]
                 start = self._first_watched(group_state)

@@ -51,7 +51,7 @@ class _Offer(NamedTuple):
 
 
 class StoreBuilder:
-    """`on_allocation_failure` is told of each offer that found no room."""
+    """`on_allocation_failure` is told of each offer that found no room. `mirrored`: groups with followed tables."""
 
     def __init__(
         self,
@@ -61,8 +61,10 @@ class StoreBuilder:
         space: KeySpace,
         behaviour: OffloadBehaviour,
         on_allocation_failure: Callable[[str], None],
+        mirrored: Sequence[int],
     ) -> None:
         self._layout = layout
+        self._mirrored = tuple(mirrored)
         self._manager = manager
         self._ledger = ledger
         self._space = space
@@ -98,8 +100,10 @@ class StoreBuilder:
         has_ended = state.request.status.is_finished
         if num_tokens == state.settled_tokens and not (has_ended and self._ends_matter):
             return None
-        ranges = [self._range(state, group_state, num_tokens) for group_state in state.groups]
-        offers = [self._offer(state, index, chunks_range) for index, chunks_range in enumerate(ranges)]
+        ranges = [self._range(state, group_state, num_tokens) for group_state in state.mirrored]
+        offers = [
+            self._offer(state, index, chunks_range) for index, chunks_range in zip(self._mirrored, ranges, strict=True)
+        ]
         offered = _joined([offer.keys for offer in offers])
         plan = self._manager.prepare_store(offered, state.context) if len(offered) else None
         if plan is None and len(offered):
@@ -135,7 +139,7 @@ class StoreBuilder:
 
     def _advance(self, state: RequestState, ranges: list[_Range]) -> None:
         # Never back: at the end of an aligned prompt a drafter has one chunk less to store.
-        for group_state, chunks_range in zip(state.groups, ranges, strict=True):
+        for group_state, chunks_range in zip(state.mirrored, ranges, strict=True):
             group_state.next_stored_chunk_idx = max(group_state.next_stored_chunk_idx, chunks_range.end)
 
     # -- which chunks -----------------------------------------------------------------------------------------
@@ -222,21 +226,21 @@ class StoreBuilder:
         if any(not self._ledger.jobs[job_id].tolerates_others for job_id in state.jobs):
             raise EngineFatal("AssertionError", "_build_store_jobs: a load is pending")
         takes_all = len(plan.keys) == sum(len(offer.keys) for offer in offers)
-        sources = [
-            self._source(group_state, offer, None if takes_all else ~self._space.not_among(offer.keys, plan.keys))
-            for group_state, offer in zip(state.groups, offers, strict=True)
-        ]
+        sources: list[tuple[BlockIds, int]] = [(_NO_BLOCKS, 0)] * len(state.groups)
+        for index, offer in zip(self._mirrored, offers, strict=True):
+            is_accepted = None if takes_all else ~self._space.not_among(offer.keys, plan.keys)
+            sources[index] = self._source(state.groups[index], offer, is_accepted)
         gpu = GpuBlocks(
             _joined([blocks for blocks, _ in sources]),
-            tuple(len(blocks) for blocks, _ in sources),
-            tuple(first for _, first in sources),
+            tuple([len(blocks) for blocks, _ in sources]),
+            tuple([first for _, first in sources]),
         )
         fenced, deferred = _NO_BLOCKS, gpu.block_ids
         if self._layout.windowed:
-            blocks = {is_windowed: [_NO_BLOCKS] for is_windowed in (True, False)}
-            for group, (of_group, _) in zip(self._layout.groups, sources, strict=True):
-                blocks[group.is_windowed].append(of_group)
-            fenced, deferred = _joined(blocks[True]), _joined(blocks[False])
+            kinds: dict[bool, list[BlockIds]] = {True: [], False: []}
+            for group, (blocks, _) in zip(self._layout.groups, sources, strict=True):
+                kinds[group.is_windowed].append(blocks)
+            fenced, deferred = _joined(kinds[True]), _joined(kinds[False])
         return self.open(state, plan.keys, gpu, plan.chunk_ids, fenced=fenced, deferred_fence=deferred)
 
     def _source(self, group_state: GroupState, offer: _Offer, is_accepted: Mask | None) -> tuple[BlockIds, int]:
