@@ -60,7 +60,7 @@ def _row(row: FaultRow) -> Section:
 def _setting(name: str, setting: Setting) -> Text:
     default = write_setting(setting, default_of(setting))
     kind = kind_of(setting)
-    return Text.assemble((f"{name}={default}", "green"), f" {setting.doc}", (f" ({kind})" if kind else "", "dim"))
+    return Text.assemble((f"{name}={default}", "green"), f": {setting.doc}", (f" ({kind})" if kind else "", "dim"))
 
 
 def kind_of(setting: Setting) -> str:
