@@ -63,11 +63,16 @@ def chosen(flag: str, value: str, choices: Collection[str]) -> str:
 
 
 def trace_name(text: str) -> str:
-    """TRACE as given, but a canned one may have its suffix, as a report names it."""
+    """TRACE as given, but a canned one may have its suffix, as a report names it.
+
+    A file goes before a canned trace: one that has the very name of a trace is worth a warning.
+    """
     from kvreplay.replay.presets import packaged_names
 
-    name = text.removesuffix(".parquet")
-    return name if not Path(text).exists() and name in packaged_names("traces", ".parquet") else text
+    name, canned = text.removesuffix(".parquet"), packaged_names("traces", ".parquet")
+    if text in canned and Path(text).is_file():
+        print_warning(f"{text}: the file of this name, not the canned trace")
+    return name if not Path(text).exists() and name in canned else text
 
 
 def check_name(output: Path) -> None:

@@ -285,3 +285,19 @@ def test_a_canned_trace_may_be_named_as_the_report_names_it(
     assert json.loads(capsys.readouterr().out)["workload"]["requests"] == 12
     Path("decode-stall.parquet").write_text("mine")
     assert "not a Parquet file" in error(["info", "decode-stall.parquet"], capsys)
+
+
+def test_a_file_that_hides_a_canned_trace_is_worth_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("decode-stall").write_bytes((ROOT / "traces" / "multi-turn.parquet").read_bytes())
+    assert run_app(["info", "decode-stall", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["workload"]["requests"] == 60
+    assert captured.err == "warning: decode-stall: the file of this name, not the canned trace\n"
+    Path("decode-stall").unlink()
+    Path("decode-stall").mkdir()
+    assert run_app(["info", "decode-stall", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert (json.loads(captured.out)["workload"]["requests"], captured.err) == (12, "")
