@@ -122,6 +122,11 @@ def run_app(arguments: Sequence[str]) -> int:
 
 
 def _run_command(arguments: Sequence[str]) -> int:
+    for argument in arguments:
+        # What a shell passes on as bytes could stand in no trace and no JSON.
+        if not argument.isascii() and any("\ud800" <= character <= "\udfff" for character in argument):
+            print_error(f"{argument}: is not UTF-8 text")
+            return ProcessStatus.USAGE
     try:
         status = app(args=list(arguments), prog_name="kvreplay", standalone_mode=False)
     except KvReplayError as error:

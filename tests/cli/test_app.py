@@ -62,6 +62,13 @@ def test_a_users_mistake_is_one_unwrapped_line_and_status_2(
     assert capsys.readouterr().err == f"error: {path}: [bold]wrong[/bold]\\nand \\x1b[31mred\n"
 
 
+@pytest.mark.parametrize("argument", [b"tr\xe9.parquet", b"--set=model.name=\xff"])
+def test_what_is_no_text_is_refused(argument: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["run", "decode-stall", os.fsdecode(argument)]) == 2
+    shown = argument.decode("ascii", "backslashreplace").replace("\\x", "\\udc")
+    assert capsys.readouterr() == ("", f"error: {shown}: is not UTF-8 text\n")
+
+
 def test_a_file_that_the_system_refuses_is_the_users_mistake(
     command: Callable[[Callable[[], None]], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
