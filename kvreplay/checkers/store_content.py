@@ -3,11 +3,15 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from kvreplay.connectors.offloading.arrays import Keys
+from kvreplay.connectors.offloading.keys import KeySpace
 from kvreplay.connectors.offloading.layout import OffloadLayout
 from kvreplay.connectors.offloading.structs import TransferJob
-from kvreplay.kv.block_pool import NO_KEY
+from kvreplay.kv.block_pool import NO_KEY, BlockIds
 from kvreplay.kv.cache_manager import KVCacheManager
+from kvreplay.kv.content import KeyArray
 
 
 class ForeignBlock(NamedTuple):
@@ -15,19 +19,44 @@ class ForeignBlock(NamedTuple):
     group: int
 
 
-def foreign_blocks(job: TransferJob, keys: Keys, layout: OffloadLayout, kv: KVCacheManager) -> Iterator[ForeignBlock]:
-    """Blocks of a store that have the hash of other tokens by now. `keys`: one per block.
+def foreign_blocks(
+    job: TransferJob, keys: Keys, block_keys: KeyArray, layout: OffloadLayout, space: KeySpace, kv: KVCacheManager
+) -> Iterator[ForeignBlock]:
+    """Blocks of a store that have the hash of other tokens by now. `keys`: one per chunk; `block_keys`: the request's.
 
-    Asked when the store is ordered and nothing waits for it: whoever has such a block writes to it first. Chunks of
-    several blocks, and drafters' groups, whose keys reach further than their blocks, are not looked at.
+    Asked when the store is ordered and nothing waits for it: whoever has such a block writes to it first. Drafters'
+    groups, whose keys reach further than their blocks, are not looked at.
     """
-    if layout.blocks_per_chunk != 1 or len(keys) != len(job.gpu.block_ids):
-        return
-    pool, num_groups = kv.pool, len(kv.groups)
-    for block_id, key in zip(job.gpu.block_ids.tolist(), keys.tolist(), strict=True):
-        block_key, index = divmod(key, len(layout.groups))
-        group = layout.groups[index]
-        expected = block_key if num_groups == 1 else block_key * num_groups + group.group_id
-        found = int(pool.keys[block_id])
-        if found not in (NO_KEY, expected) and not group.is_drafter and not pool.holds(block_id, expected):
+    next_key = next_block = 0
+    for group, num_blocks, first in zip(layout.groups, job.gpu.group_sizes, job.gpu.block_indices, strict=True):
+        if not num_blocks:
+            continue
+        size = group.blocks_per_chunk
+        skipped = first % size
+        num_chunks = -(-(num_blocks + skipped) // size)
+        block_ids = job.gpu.block_ids[next_block : next_block + num_blocks]
+        of_group = keys[next_key : next_key + num_chunks]
+        next_block, next_key = next_block + num_blocks, next_key + num_chunks
+        if group.is_drafter or num_chunks * size - skipped != num_blocks:
+            continue  # of blocks that do not fill their chunks the copy engine dies
+        if size == 1:
+            expected = of_group // len(layout.groups)
+        else:
+            # A chunk's key is that of its last block; those of the others come before it in the request.
+            ends = (space.positions(of_group) // layout.tokens_per_hash)[:, np.newaxis]
+            from_end = np.arange(size - 1, -1, -1) * (group.tokens_per_block // layout.tokens_per_hash)
+            expected = block_keys[(ends - 1 - from_end).ravel()[skipped:]]
+        if len(kv.groups) > 1:
+            expected = expected * len(kv.groups) + group.group_id
+        for block_id in _foreign(block_ids, expected, kv):
             yield ForeignBlock(block_id, group.group_id)
+
+
+def _foreign(block_ids: BlockIds, expected: KeyArray, kv: KVCacheManager) -> Iterator[int]:
+    found = kv.pool.keys[block_ids]
+    is_other = (found != expected) & (found != NO_KEY)
+    if is_other.any():
+        for place in is_other.nonzero()[0].tolist():
+            block_id = int(block_ids[place])
+            if not kv.pool.holds(block_id, int(expected[place])):
+                yield block_id

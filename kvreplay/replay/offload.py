@@ -67,7 +67,7 @@ class Offload:
         parts = 1 if is_replicated else num_ranks
         groups = [replace(group, bytes_per_block=-(-group.bytes_per_block // parts)) for group in layout.groups]
         self._layout = replace(layout, groups=tuple(groups))
-        space = KeySpace(len(self._layout.groups), num_keys)
+        space = self._space = KeySpace(len(self._layout.groups), num_keys)
         self.cpu = CPUOffloadingManager(
             config.num_chunks(self._layout.groups, parts),
             space,
@@ -143,7 +143,8 @@ class Offload:
             if job_id in flushed:
                 continue
             keys = self.scheduler.ledger.jobs[job_id].keys
-            for block in foreign_blocks(job, keys, self._layout, self._kv):
+            block_keys = self.scheduler.states[job.req_id].request.content.block_keys
+            for block in foreign_blocks(job, keys, block_keys, self._layout, self._space, self._kv):
                 self._findings.foreign_store(self._instance, job.req_id, f"job {job_id}", block)
 
     def store_ended(self, job_id: int, req_id: str, num_blocks: int, failure: str | None) -> None:
