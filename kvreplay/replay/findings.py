@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 from kvreplay.checkers.conservation import check_conservation, check_drained, snapshot_of
-from kvreplay.checkers.finding import AGREE, CONTENT, FENCE, NULL_BLOCK, STORE_CONTENT, Finding
+from kvreplay.checkers.finding import AGREE, CONTENT, FENCE, HIT_ATTAINABLE, NULL_BLOCK, STORE_CONTENT, Finding
+from kvreplay.checkers.hit_attainable import ShortWindow
 from kvreplay.checkers.store_content import ForeignBlock
 from kvreplay.engine.output import Share
 from kvreplay.engine.stepping import SteppingInstance
@@ -69,6 +70,19 @@ class LiveFindings:
             block_id=block.block_id,
             group=block.group,
             transfer_id=transfer_id,
+        )
+        self._emit(finding, None)
+
+    def short_window(self, instance: str, request_id: str, window: ShortWindow) -> None:
+        """Told once a request, however often it is looked up."""
+        finding = Finding(
+            HIT_ATTAINABLE,
+            self._loop.now_ns,
+            f"no hit at {window.end} tokens: {window.num_chunks} chunks of its window are asked for, "
+            f"{window.num_kept} stored",
+            instance=instance,
+            request_id=request_id,
+            group=window.group,
         )
         self._emit(finding, None)
 

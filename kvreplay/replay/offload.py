@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from kvreplay.behaviour import Behaviour
+from kvreplay.checkers.hit_attainable import short_window
 from kvreplay.checkers.store_content import foreign_blocks
 from kvreplay.connectors.offloading.accounts import OffloadAccounts
 from kvreplay.connectors.offloading.behaviour import offload_behaviour
@@ -14,6 +15,7 @@ from kvreplay.connectors.offloading.groups import engine_layout
 from kvreplay.connectors.offloading.keys import KeySpace
 from kvreplay.connectors.offloading.manager import OffloadingManager
 from kvreplay.connectors.offloading.manager_bus import ManagerOverBus
+from kvreplay.connectors.offloading.request_state import RequestState
 from kvreplay.connectors.offloading.scheduler import OffloadingScheduler
 from kvreplay.connectors.offloading.storage_tier import StorageTier
 from kvreplay.connectors.offloading.structs import TransferJob
@@ -57,6 +59,8 @@ class Offload:
         self._kv = kv
         self._findings = findings
         self._workers: OffloadingWorkers | None = None
+        self._short_windows: dict[str, None] = {}
+        """Requests of which HIT-ATTAINABLE has been told."""
         layout = engine_layout(
             kv,
             config,
@@ -149,6 +153,16 @@ class Offload:
 
     def store_ended(self, job_id: int, req_id: str, num_blocks: int, failure: str | None) -> None:
         self.accounts.store_ended(job_id, req_id, num_blocks, failure)
+
+    def looked_up(self, state: RequestState, hit: int) -> None:
+        request_id = state.request.request_id
+        if request_id in self._short_windows:
+            return
+        scheduler = self.scheduler
+        window = short_window(state, hit, self._layout, scheduler.stores.masks, scheduler.lookup)
+        if window is not None:
+            self._short_windows[request_id] = None
+            self._findings.short_window(self._instance, request_id, window)
 
     def usage(self) -> dict[str, int]:
         """What is sampled of it."""

@@ -60,19 +60,20 @@ def all_finish(played: Play) -> bool:
 class TestH1ResetOfTheConnectorAlone:
     """A running request offers everything again, from block ids that its window has left."""
 
-    def play(self, behaviour: str) -> Play:
+    def play(self, behaviour: str, blocks_per_chunk: int) -> Play:
         """`x` has got blocks of `a` by the time of the reset; `b` loads what was stored from them."""
         requests = workload(
             request("a", 0, prompt_tokens=26, output_tokens=14, text=ONE),
             request("x", 15, prompt_tokens=10, output_tokens=12, text=OTHER),
             request("b", 600, prompt_tokens=17, output_tokens=2, text=ONE),
         )
-        config = hybrid(window(8), num_gpu_blocks=10, budget=12)
-        faults = ("cache.reset:at=58ms,what=connector", "cache.reset:at=500ms")
+        config = hybrid(window(8), num_gpu_blocks=9, budget=8, blocks_per_chunk=blocks_per_chunk)
+        faults = ("cache.reset:at=62ms,what=connector", "cache.reset:at=500ms")
         return play(config, requests, *faults, behaviour=behaviour)
 
-    def test_foreign_bytes_are_stored_and_served(self) -> None:
-        played = self.play("vllm-0.33")
+    @pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+    def test_foreign_bytes_are_stored_and_served(self, blocks_per_chunk: int) -> None:
+        played = self.play("vllm-0.33", blocks_per_chunk)
         assert checkers(played) == {"STORE-CONTENT", "CONTENT"}
         assert {event.request_id for event in played.violations if event.status == "CONTENT"} == {"b"}
 
@@ -83,8 +84,9 @@ class TestH1ResetOfTheConnectorAlone:
         assert crashes(play(config, requests, fault)) == [("KeyError", "2")]
         assert all_finish(play(config, requests, fault, behaviour="ideal"))
 
-    def test_ideal_stores_what_is_still_there(self) -> None:
-        played = self.play("ideal")
+    @pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+    def test_ideal_stores_what_is_still_there(self, blocks_per_chunk: int) -> None:
+        played = self.play("ideal", blocks_per_chunk)
         assert all_finish(played)
         assert not played.of("load.started", request_id="b")
 
@@ -165,16 +167,27 @@ class TestH4PromotionsEvictEachOther:
 class TestH5AWindowOfWholeBlocksAndOneToken:
     """One chunk less is stored than a lookup asks for: stored, never served."""
 
-    @pytest.mark.parametrize(("behaviour", "loaded"), [("vllm-0.33", []), ("ideal", [64])])
-    def test_served(self, behaviour: str, loaded: list[int]) -> None:
+    def play(self, behaviour: str, size: int) -> Play:
         requests = workload(
             request("a", 0, prompt_tokens=70, output_tokens=14, text=ONE),
             request("b", 400, prompt_tokens=70, text=ONE),
         )
-        config = hybrid(WIDE, window(5), num_gpu_blocks=80, max_model_len=128, budget=128, offload_prompt_only=False)
-        played = play(config, requests, "cache.reset:at=300ms", behaviour=behaviour)
+        groups = (WIDE, window(size))
+        config = hybrid(*groups, num_gpu_blocks=80, max_model_len=128, budget=128, offload_prompt_only=False)
+        return play(config, requests, "cache.reset:at=300ms", behaviour=behaviour)
+
+    def test_it_is_never_served(self) -> None:
+        played = self.play("vllm-0.33", 5)
+        (finding,) = played.violations
+        assert (finding.status, finding.request_id, finding.group) == ("HIT-ATTAINABLE", "b", 1)
+        assert not played.of("load.started")
+
+    @pytest.mark.parametrize(("behaviour", "size"), [("ideal", 5), ("vllm-0.33", 8), ("vllm-0.33", 6)])
+    def test_served(self, behaviour: str, size: int) -> None:
+        """Where all that is asked for is stored: under `ideal`, and in windows of other sizes."""
+        played = self.play(behaviour, size)
         assert all_finish(played)
-        assert [event.num_tokens for event in played.of("load.started")] == loaded
+        assert [event.num_tokens for event in played.of("load.started")] == [64]
 
 
 class TestH7ResetOfRunningRequestsDuringALoad:

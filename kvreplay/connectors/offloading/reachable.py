@@ -63,6 +63,17 @@ class StoreMask:
                 mask[max(tail - need - start, 0) : max(min(tail, end) - start, 0)] = True
         return mask
 
+    @property
+    def is_short(self) -> bool:
+        """Whether less of a window is kept before the end of a hit than a lookup asks for."""
+        group, alignment = self.group, self.alignment_tokens
+        if group.kind != SLIDING_WINDOW or self.retention_interval is not None:
+            return False
+        if alignment is None or alignment % group.tokens_per_block:
+            return False
+        need = self._blocks_per_hit()
+        return need < min(group.window_chunks * group.blocks_per_chunk, alignment // group.tokens_per_block)
+
     def _blocks_per_hit(self) -> int:
         group = self.group
         assert group.window is not None

@@ -39,6 +39,10 @@ class StepObserver(Protocol):
 
     def store_ended(self, job_id: int, req_id: str, num_blocks: int, failure: str | None) -> None: ...
 
+    def looked_up(self, state: RequestState, hit: int) -> None:
+        """Of models of which too little is kept in a window."""
+        ...
+
 
 class OffloadingScheduler:
     """One engine's.
@@ -99,6 +103,7 @@ class OffloadingScheduler:
         self._wake_at = wake_at
         self._lookup_timeout_ns = lookup_timeout_ns
         self._observer = observer
+        self._has_short_windows = any(mask.is_short for mask in self.stores.masks)
         self._given_now = Marks()
         self._unsettled: dict[str, None] = {}
         """Requests with windows that have more to offer: from blocks that must not have been given away since."""
@@ -151,6 +156,8 @@ class OffloadingScheduler:
         if not request.skip_reading_prefix_cache:
             bound = None if self._max_loadable is None else self._max_loadable(request, num_computed_tokens)
             hit = self._bounded(state, self.lookup.find(state, bound))
+            if self._has_short_windows and hit is not None and bound is None and self._observer is not None:
+                self._observer.looked_up(state, hit)
         is_sync = self._reserve_sync_load(state, hit)
         return hit, bool(hit) and not is_sync
 

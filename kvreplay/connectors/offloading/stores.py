@@ -73,7 +73,7 @@ class StoreBuilder:
         self._keeps_last_at_end = behaviour.eagle_lookup == "narrow"
         self._ends_matter = any(group.is_windowed or group.is_drafter for group in layout.groups)
         """Whether a request's end has more to offer than its last step: of windows and drafters."""
-        self._masks = tuple(
+        self.masks = tuple(
             StoreMask(
                 group,
                 layout.alignment_tokens,
@@ -217,7 +217,7 @@ class StoreBuilder:
         if self._layout.retention_interval is not None:
             boundaries = (state.request.num_prompt_tokens - 1, state.shared_prefix_boundary)
         final = None if horizon is None else horizon * size
-        mask = self._masks[index].blocks(start, end, Horizon(final, boundaries))
+        mask = self.masks[index].blocks(start, end, Horizon(final, boundaries))
         return (np.ones(end - start, np.bool_) if mask is None else mask).reshape(-1, size)
 
     # -- the copy ---------------------------------------------------------------------------------------------
