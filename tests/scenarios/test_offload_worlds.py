@@ -1,6 +1,7 @@
 """Random engines with CPU tiers, random clients and faults: `ideal` breaks no law, and shortcuts change nothing."""
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -115,4 +116,31 @@ def test_without_faults_0_33_breaks_no_law(seed: int) -> None:
     rng = Random(1000 + seed)
     config, _ = a_config(rng)
     played = play(config, some_clients(rng))
+    assert not played.of("violation", "engine.crashed", "request.stalled")
+
+
+def overlapping(config: ReplayConfig) -> ReplayConfig:
+    """The same engine with async scheduling."""
+    roles = {
+        name: replace(role, scheduler=replace(role.scheduler, async_scheduling=True))
+        for name, role in config.roles.items()
+    }
+    return replace(config, roles=roles)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ideal_breaks_no_law_with_overlapping_steps(seed: int) -> None:
+    rng = Random(2000 + seed)
+    config, has_tier = a_config(rng)
+    clients, faults = some_clients(rng), some_faults(rng, has_tier=has_tier)
+    recompute = rng.random() < 0.6
+    played = play(overlapping(config), clients, *faults, behaviour="ideal", recompute=recompute, seed=seed)
+    assert not played.of("violation", "engine.crashed", "request.stalled")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_without_faults_0_33_breaks_no_law_with_overlapping_steps(seed: int) -> None:
+    rng = Random(3000 + seed)
+    config, _ = a_config(rng)
+    played = play(overlapping(config), some_clients(rng))
     assert not played.of("violation", "engine.crashed", "request.stalled")
