@@ -156,6 +156,8 @@ def run(
     result = run_trace(options, opened, bar)
     for warning in result.warnings:
         print_warning(warning)
+    if faults and loaded.config.kv.check == "off":
+        print_warning("kv.check is off: contents are not compared, and wrong ones pass unseen")
     if baseline and not faults:
         print_warning("--baseline: there are no faults whose cost could be shown")
     show(result.summary.with_wall_seconds(perf_counter() - started_s), as_json=as_json)

@@ -149,6 +149,16 @@ def test_the_command_in_the_report_gives_the_same_run(
     assert capsys.readouterr().out.split("Reproduce")[1] == report.split("Reproduce")[1]
 
 
+def test_faults_that_nobody_looks_for_are_worth_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    unchecked = ["run", "decode-stall", "--set", "kv.check=off"]
+    assert run_app([*unchecked, "--inject", "corrupt"]) == 0
+    assert (
+        capsys.readouterr().err == "warning: kv.check is off: contents are not compared, and wrong ones pass unseen\n"
+    )
+    assert run_app(unchecked) == 0
+    assert capsys.readouterr().err == ""
+
+
 # -- what it refuses ----------------------------------------------------------------------------------------------
 
 
