@@ -121,6 +121,17 @@ SWITCHES: Final[dict[str, Switch]] = {
             ideal="replace",
         ),
         _switch(
+            "mooncake_both_flags",
+            "mooncake_connector.py on_new_request (kv_both)",
+            {
+                "shorten": "a request that is pulled and to be handed on loses its last token before it is pulled: "
+                "where a state is pulled, it is one token too old",
+                "pull": "it is pulled like any other",
+            },
+            v0_33="shorten",
+            ideal="pull",
+        ),
+        _switch(
             "mooncake_stop_token",
             "mooncake_connector.py request_finished: only FINISHED_LENGTH_CAPPED is sent",
             {

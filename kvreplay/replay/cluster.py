@@ -99,7 +99,8 @@ class Cluster:
         self.injector = Injector(settings.plan, settings.seed, sink, self.loop, self.bus)
         self.sink = self.injector.sink
         self.index = ContentIndex(workload.arrivals, config.hash_block_size)
-        self.findings = LiveFindings(self.loop, self.sink, self.injector.blame.of_request)
+        blame = self.injector.blame
+        self.findings = LiveFindings(self.loop, self.sink, blame.of_request, blame.lasting_at)
         self.roles = instance_names(config)
         self.injector.arm_messages()  # instances register when they are built
         start_external_bootstrap(self.bus, config, settings.behaviour)

@@ -1,6 +1,6 @@
 """The live checkers of a run: what they find becomes `violation` rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeAlias
 
 from kvreplay.checkers.conservation import check_conservation, check_drained, snapshot_of
@@ -30,12 +30,22 @@ _RECOUNT_NS = 1200 * NS_PER_S
 
 
 class LiveFindings:
-    """Told by the instances of one run (`engine.instance.Findings`)."""
+    """Told by the instances of one run (`engine.instance.Findings`).
 
-    def __init__(self, loop: EventLoop, sink: EventSink, fault_of: FaultOf = lambda request_id, kinds: None) -> None:
+    `lasting_at`: instances → the event of a fault whose harm at one of them lasts, for requests that none has named.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        sink: EventSink,
+        fault_of: FaultOf = lambda request_id, kinds: None,
+        lasting_at: Callable[[Iterable[str]], int | None] = lambda instances: None,
+    ) -> None:
         self._loop = loop
         self._sink = sink
         self._fault_of = fault_of
+        self._lasting_at = lasting_at
         self._recounted_ns: dict[str, int] = {}
 
     def wrong_block(self, instance: SteppingInstance, wrong: WrongBlock) -> None:
@@ -142,7 +152,8 @@ class LiveFindings:
         """At the end: nobody holds a block."""
         for finding in check_drained(snapshot_of(instance.scheduler.kv), instance.name, self._loop.now_ns):
             assert finding.request_id is not None
-            self._emit(finding, self._fault_of(finding.request_id, _LEAVE_BLOCKS))
+            handle = self._fault_of(finding.request_id, _LEAVE_BLOCKS)
+            self._emit(finding, handle if handle is not None else self._lasting_at([instance.name]))
 
     def _emit(self, finding: Finding, fault_handle: int | None = None) -> None:
         self._sink.emit(finding.to_event(fault_handle))

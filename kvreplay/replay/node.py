@@ -61,6 +61,8 @@ def instance_names(config: ReplayConfig) -> dict[str, Role]:
 
 def kv_role_of(role: Role, config: ReplayConfig) -> str:
     """vLLM's `kv_role` of these instances; empty without a connector."""
+    if "mooncake" in config.connector.parts and config.connector.mooncake.kv_role is not None:
+        return config.connector.mooncake.kv_role
     return _KV_ROLE.get(role, "" if config.connector.kind == "none" else "kv_both")
 
 

@@ -21,7 +21,7 @@ from kvreplay.verdict.model import Summary
 
 PUBLIC = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
 PART = 3_000
-_BEYOND_REQUESTS = ("mooncake.dup-transfer-id", "mooncake.role-mismatch")
+_BEYOND_REQUESTS = ("mooncake.dup-transfer-id", "mooncake.role-mismatch", "mooncake.kv-both-chain")
 """Parameters that are wrong beyond their own request: they end engines, or all share one transfer."""
 POLICIES = ["fail", "recompute"]
 

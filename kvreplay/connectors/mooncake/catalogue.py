@@ -174,6 +174,17 @@ def _refuse_pull(envelope: Envelope, settings: Settings, draw: int) -> list[Deli
     return [_answered(envelope, PULL_REPLY, _error(settings))]
 
 
+def _is_release_only(envelope: Envelope, settings: Settings) -> bool:
+    pull = envelope.payload
+    return isinstance(pull, MooncakeXferMetadata) and not any(any(blocks) for _, blocks in pull.req_blocks.values())
+
+
+def _release(envelope: Envelope, settings: Settings, draw: int) -> list[Delivery]:
+    pull: MooncakeXferMetadata = envelope.payload
+    response = MooncakeXferResponse(MooncakeXferResponseStatus.FINISH, ok_reqs=list(pull.req_blocks))
+    return [_answered(envelope, PULL_REPLY, response)]
+
+
 def _is_early_attempt(envelope: Envelope, settings: Settings) -> bool:
     return bool(envelope.attempt < settings["times"])
 
@@ -477,6 +488,28 @@ _PULLS: Final = (
         target=PULL_REQUEST,
         survives=f"after the receive timeout {_FAILS_OR_RECOMPUTES}; the producer's blocks expire",
         whole_conversation=True,
+        needs=_NEEDS,
+    ),
+    FaultRow(
+        name="mooncake.release-only-fail",
+        models="a pull without blocks, which only lets the producer free its own, is answered ERROR",
+        verb="replace",
+        target=PULL_REQUEST,
+        survives="nothing is reported of it; the producer's blocks expire",
+        settings={"message": _MESSAGE},
+        transform=_refuse_pull,
+        selects=_is_release_only,
+        needs=_NEEDS,
+    ),
+    FaultRow(
+        name="mooncake.release-only-ok",
+        models="a pull without blocks is answered with success: a request that nobody waits for is reported, or one "
+        "that runs (before 0.33.0)",
+        verb="replace",
+        target=PULL_REQUEST,
+        survives="nothing is reported of it; the producer's blocks expire",
+        transform=_release,
+        selects=_is_release_only,
         needs=_NEEDS,
     ),
     FaultRow(

@@ -51,6 +51,12 @@ def _swap_roles(params: Mapping[str, Any], settings: Settings) -> dict[str, Any]
     return {name: params.get(swapped.get(name, name)) for name in params}
 
 
+def _chain(params: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    if not params.get("do_remote_prefill"):
+        return dict(params)
+    return {**params, "do_remote_decode": True}
+
+
 # -- pulls that do not fit --------------------------------------------------------------------------------
 
 
@@ -78,6 +84,17 @@ def _add_group(envelope: Envelope, settings: Settings, draw: int) -> list[Delive
     pull: MooncakeXferMetadata = envelope.payload
     wanted = {name: (transfer_id, [*blocks, []]) for name, (transfer_id, blocks) in pull.req_blocks.items()}
     return _with(envelope, req_blocks=wanted)
+
+
+def _take_away(envelope: Envelope, settings: Settings, draw: int) -> list[Delivery]:
+    """A stranger's pull for the same transfers, of no blocks, comes before it: what waits for them finds them gone."""
+    pull: MooncakeXferMetadata = envelope.payload
+    wanted: dict[str, tuple[str, list[list[int]]]] = {
+        name: (transfer_id, []) for name, (transfer_id, _) in pull.req_blocks.items()
+    }
+    (releasing,) = _with(envelope, req_blocks=wanted)
+    stranger = replace(releasing.envelope, source="stranger", conversation=f"stranger-{draw:016x}")
+    return [Delivery(stranger), Delivery(envelope)]
 
 
 def _want_more(envelope: Envelope, settings: Settings, draw: int) -> list[Delivery]:
@@ -171,6 +188,17 @@ PRODUCERS: Final = (
         needs=_NEEDS,
     ),
     FaultRow(
+        name="mooncake.p-expire-at-ready",
+        models="the producer gives a request's blocks up between their being ready and their being sent: its reply "
+        "names the request in neither list (send_kv_to_decode)",
+        verb="replace",
+        target=PULL_REQUEST,
+        survives=f"{_FAILS_OR_RECOMPUTES}",
+        transform=_take_away,
+        selects=_is_structured,
+        needs=_NEEDS,
+    ),
+    FaultRow(
         name="mooncake.p-stop-token",
         models="the producer's one token is a stop token: it counts as aborted, and nothing is sent (request_finished)",
         verb="arrival",
@@ -199,6 +227,7 @@ MISFITS: Final = (
         survives="no request gets another's blocks, all blocks come back",
         settings={"transfer": Setting(default="shared", doc="the transfer id that they share")},
         rewrite=_share_transfer_id,
+        lasts=True,
         needs=_NEEDS,
     ),
     FaultRow(
@@ -208,6 +237,17 @@ MISFITS: Final = (
         target="arrival",
         survives="the request is refused, or served without a transfer; the engine lives",
         rewrite=_swap_roles,
+        needs=_NEEDS,
+    ),
+    FaultRow(
+        name="mooncake.kv-both-chain",
+        models="a request that is pulled is to be handed on, with both flags: it loses its last token before it is "
+        "pulled (on_new_request), and without a load it is never announced (update_state_after_alloc)",
+        verb="arrival",
+        target="arrival",
+        survives="its blocks are sent on, or expire; ends of others in its step are heard",
+        rewrite=_chain,
+        lasts=True,
         needs=_NEEDS,
     ),
     FaultRow(

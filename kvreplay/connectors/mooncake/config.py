@@ -18,6 +18,8 @@ MAX_PEER_LAYOUTS: Final = 1024
 class MooncakeConfig:
     """Times in seconds. The first two are VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT and VLLM_MOONCAKE_CONNECTOR_TIMEOUT."""
 
+    kv_role: str | None = None
+    """`kv_both`: every instance produces and consumes; None: each has the role of its place."""
     abort_request_timeout: float = 480
     """A producer waits so long for a request to be ready, and keeps a finished one's blocks so long; below 0: not at
     all."""
@@ -37,6 +39,8 @@ class MooncakeConfig:
     one."""
 
     def __post_init__(self) -> None:
+        if self.kv_role not in (None, "kv_both"):
+            raise ConfigError(f"connector.kv_role must be kv_both, or not given, got {self.kv_role!r}")
         for name in ("connector_timeout", "transfer_timeout"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"connector.{name} must be >= 0, got {getattr(self, name)}")

@@ -62,6 +62,7 @@ class MooncakeScheduler(PlainSchedulerHalf):
             # The window of the last token, which is computed here, begins before that of the next one.
             self._leaves_last_token |= any(group.kind not in (FULL, MLA) for group in groups)
         self._prefills_without_params = behaviour["mooncake_missing_params"] == "prefill"
+        self._pulls_whole = behaviour["mooncake_both_flags"] == "pull"
         self._ignores_misrouted = behaviour["mooncake_role_mismatch"] == "ignore"
         self._sent_statuses = {RequestStatus.FINISHED_LENGTH_CAPPED}
         if behaviour["mooncake_stop_token"] == "send":
@@ -79,7 +80,8 @@ class MooncakeScheduler(PlainSchedulerHalf):
                 params.pop("do_remote_prefill", None)
             if self.is_kv_consumer:
                 params.pop("do_remote_decode", None)
-        if params.get("do_remote_decode") and self._leaves_last_token:
+        is_pulled = self._pulls_whole and params.get("do_remote_prefill")
+        if params.get("do_remote_decode") and self._leaves_last_token and not is_pulled:
             _leave_last_token_out(request, params)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -73,7 +73,8 @@ class InstanceProcess:
         self.injector = Injector(make_plan(setup.faults), setup.seed, self._sink, loop, self.bus)
         sink = self.injector.sink
         index = ContentIndex(workload.arrivals, config.hash_block_size)
-        findings = LiveFindings(loop, sink, self.injector.blame.of_request)
+        blame = self.injector.blame
+        findings = LiveFindings(loop, sink, blame.of_request, blame.lasting_at)
         surroundings = Surroundings(
             config=config,
             behaviour=behaviour,
