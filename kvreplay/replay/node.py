@@ -40,6 +40,7 @@ from kvreplay.replay.findings import LiveFindings
 from kvreplay.replay.offload import Offload
 from kvreplay.replay.sampler import ANY_TOKEN, TraceSampler
 from kvreplay.replay.simple_cpu import SimpleCpu
+from kvreplay.replay.tier_owner import TierOwner
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.catalogue import Death
 from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
@@ -237,8 +238,7 @@ class Node:
             if part == "mooncake":
                 halves.append(MooncakeScheduler(self.kv_role, around.config.model.groups, around.behaviour))
                 continue
-            make = self._simple_cpu if part == "simple_cpu" else self._tiered
-            self.offload = make(kv, log)
+            self.offload = self._cpu_tier(part, kv, log)
             halves.append(self.offload.scheduler)
         if len(halves) > 1:
             return MultiScheduler(halves)
@@ -277,33 +277,26 @@ class Node:
     def _num_ranks(self) -> int:
         return self._around.config.topology.num_ranks(self.role)
 
-    def _tiered(self, kv: KVCacheManager, log: EngineLog) -> Offload:
+    def _cpu_tier(self, kind: str, kv: KVCacheManager, log: EngineLog) -> Offload | SimpleCpu:
         around = self._around
-        return Offload(
-            self.name,
+        owner = TierOwner(
+            instance=self.name,
             kv=kv,
             num_keys=around.index.num_keys,
-            config=around.config.connector.offloading,
             behaviour=around.behaviour,
             bus=around.bus,
             log=log,
-            findings=around.findings,
             on_report=lambda: self.instance.poke(),
+        )
+        connector = around.config.connector
+        if kind == "simple_cpu":
+            return SimpleCpu(owner, config=connector.simple_cpu)
+        return Offload(
+            owner,
+            config=connector.offloading,
+            findings=around.findings,
             num_ranks=self._num_ranks,
             is_replicated=around.config.model.use_mla and self._num_ranks > 1,
-        )
-
-    def _simple_cpu(self, kv: KVCacheManager, log: EngineLog) -> SimpleCpu:
-        around = self._around
-        return SimpleCpu(
-            self.name,
-            kv=kv,
-            num_keys=around.index.num_keys,
-            config=around.config.connector.simple_cpu,
-            behaviour=around.behaviour,
-            bus=around.bus,
-            log=log,
-            on_report=lambda: self.instance.poke(),
         )
 
     def _model(self, scheduler: Scheduler) -> WorkerModel | None:

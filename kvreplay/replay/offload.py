@@ -1,9 +1,8 @@
 """An instance's offloading connector with all that it is made of."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from kvreplay.behaviour import Behaviour
 from kvreplay.checkers.hit_attainable import short_window
 from kvreplay.checkers.store_content import foreign_blocks
 from kvreplay.connectors.offloading.accounts import OffloadAccounts
@@ -21,39 +20,29 @@ from kvreplay.connectors.offloading.storage_tier import StorageTier
 from kvreplay.connectors.offloading.structs import TransferJob
 from kvreplay.connectors.offloading.tiering import TieringOffloadingManager
 from kvreplay.connectors.offloading.workers import OffloadingWorkers
-from kvreplay.engine.log import EngineLog
-from kvreplay.kv.cache_manager import KVCacheManager
 from kvreplay.kv.memory import KVMemory
 from kvreplay.replay.findings import LiveFindings
-from kvreplay.sim.bus import Bus
+from kvreplay.replay.tier_owner import TierOwner
 
 
 class Offload:
-    """Both halves. `start_workers` follows when the ranks' memories exist; `on_report` wakes the engine.
-
-    `num_keys`: of the contents of the whole workload. `is_replicated`: every rank holds the same.
-    """
+    """Both halves. `start_workers` follows when the ranks' memories exist. `is_replicated`: all ranks hold the same."""
 
     def __init__(
         self,
-        instance: str,
+        owner: TierOwner,
         *,
-        kv: KVCacheManager,
-        num_keys: int,
         config: OffloadingConfig,
-        behaviour: Behaviour,
-        bus: Bus,
-        log: EngineLog,
         findings: LiveFindings,
-        on_report: Callable[[], None],
         num_ranks: int = 1,
         is_replicated: bool = False,
     ) -> None:
+        instance, kv, bus = owner.instance, owner.kv, owner.bus
         self._instance = instance
         self._config = config
-        self._behaviour = offload_behaviour(behaviour.switches)
+        self._behaviour = offload_behaviour(owner.behaviour.switches)
         self._bus = bus
-        self._on_report = on_report
+        self._on_report = owner.on_report
         self._num_ranks = num_ranks
         self._is_replicated = is_replicated
         self._kv = kv
@@ -71,7 +60,7 @@ class Offload:
         parts = 1 if is_replicated else num_ranks
         groups = [replace(group, bytes_per_block=-(-group.bytes_per_block // parts)) for group in layout.groups]
         self._layout = replace(layout, groups=tuple(groups))
-        space = self._space = KeySpace(len(self._layout.groups), num_keys)
+        space = self._space = KeySpace(len(self._layout.groups), owner.num_keys)
         self.cpu = CPUOffloadingManager(
             config.num_chunks(self._layout.groups, parts),
             space,
@@ -81,7 +70,7 @@ class Offload:
         )
         self.tiers: list[StorageTier] = []
         self._manager = ManagerOverBus(self._tiered(), instance, bus)
-        self.accounts = OffloadAccounts(log, self.cpu, self.tiers)
+        self.accounts = OffloadAccounts(owner.log, self.cpu, self.tiers)
         loop = bus.loop
         self.scheduler = OffloadingScheduler(
             self._layout,

@@ -1,38 +1,23 @@
 """An instance's SimpleCPUOffloadConnector with all that it is made of."""
 
-from collections.abc import Callable
-
-from kvreplay.behaviour import Behaviour
 from kvreplay.connectors.offloading.manager_bus import is_watched, manager_address
 from kvreplay.connectors.simple_cpu.config import SimpleCpuConfig
 from kvreplay.connectors.simple_cpu.scheduler import SimpleCpuScheduler
 from kvreplay.connectors.simple_cpu.structs import CopyJob, FoundBlocks
 from kvreplay.connectors.simple_cpu.workers import SimpleCpuWorkers
-from kvreplay.engine.log import EngineLog
 from kvreplay.events import Event
-from kvreplay.kv.cache_manager import KVCacheManager
 from kvreplay.kv.memory import KVMemory
-from kvreplay.sim.bus import Bus
+from kvreplay.replay.tier_owner import TierOwner
 from kvreplay.sim.envelope import LOOKUP, Answer, Envelope
 
 
 class SimpleCpu:
     """Both halves. `start_workers` follows when the rank's memory exists."""
 
-    def __init__(
-        self,
-        instance: str,
-        *,
-        kv: KVCacheManager,
-        num_keys: int,
-        config: SimpleCpuConfig,
-        behaviour: Behaviour,
-        bus: Bus,
-        log: EngineLog,
-        on_report: Callable[[], None],
-    ) -> None:
+    def __init__(self, owner: TierOwner, *, config: SimpleCpuConfig) -> None:
+        instance, kv, bus, behaviour = owner.instance, owner.kv, owner.bus, owner.behaviour
         self._instance, self._config, self._behaviour = instance, config, behaviour
-        self._bus, self._log, self._on_report = bus, log, on_report
+        self._bus, self._log, self._on_report = bus, owner.log, owner.on_report
         self._block_bytes = kv.groups[0].page_bytes
         self._num_blocks = config.cpu_bytes_to_use // self._block_bytes
         self._evictions_told = 0
@@ -42,7 +27,7 @@ class SimpleCpu:
         self.scheduler = SimpleCpuScheduler(
             kv,
             self._num_blocks,
-            num_keys,
+            owner.num_keys,
             looks_again=behaviour["simple_cpu_lookup"] == "again",
             observer=self,
         )
