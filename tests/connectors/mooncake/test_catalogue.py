@@ -1,7 +1,7 @@
 """The catalogue's rows about ranks, writes that are not atomic, and the listener: the symptom, and the recovery."""
 
 from kvreplay.behaviour import Behaviour, profile
-from kvreplay.connectors.mooncake.catalogue_ranks import PEERS
+from kvreplay.connectors.mooncake.catalogue.ranks import PEERS
 from kvreplay.faults.injector import Injector
 from kvreplay.faults.plan import make_plan
 from kvreplay.faults.topology import TopologyInfo

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from kvreplay.connectors.mooncake.catalogue.common import FAILS_OR_RECOMPUTES, NEEDS
 from kvreplay.connectors.mooncake.rank_group import RankReport
 from kvreplay.connectors.mooncake.structs import (
     STRAY_FRAMES,
@@ -29,8 +30,6 @@ from kvreplay.sim.envelope import (
 )
 from kvreplay.sim.rng import stable_hash
 
-_NEEDS: Final = "mooncake"
-_FAILS_OR_RECOMPUTES: Final = "the requests fail, or their prompts are computed on the consumer, by policy"
 _DEAD: Final = "/stale"
 """Ends an address at which nobody listens."""
 
@@ -163,17 +162,17 @@ PEERS: Final = (
         },
         transform=_fail_peer,
         selects=_is_chosen_peer,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.peer-silent-one-of-k",
         models="of several producer ranks that a request is pulled from, one never answers",
         verb="drop",
         target=PULL_REPLY,
-        survives=f"after the receive timeout {_FAILS_OR_RECOMPUTES}",
+        survives=f"after the receive timeout {FAILS_OR_RECOMPUTES}",
         selects=_is_chosen_peer,
         whole_conversation=True,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.bootstrap-partial-ranks",
@@ -181,48 +180,48 @@ PEERS: Final = (
         "last a part of every block is not transferred",
         verb="replace",
         target=BOOTSTRAP_ANSWER,
-        survives=f"it is noticed, the server asked again, and {_FAILS_OR_RECOMPUTES}",
+        survives=f"it is noticed, the server asked again, and {FAILS_OR_RECOMPUTES}",
         settings={"which": Setting(default="last", choices=("first", "last"), doc="the rank that is missing")},
         transform=_lacks_rank,
         selects=_says_ranks,
         whole_conversation=True,
         lasts=True,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.bootstrap-stale-addr",
         models="the bootstrap answer has addresses of before the producer's restart",
         verb="replace",
         target=BOOTSTRAP_ANSWER,
-        survives=f"{_FAILS_OR_RECOMPUTES}, and the server is asked again",
+        survives=f"{FAILS_OR_RECOMPUTES}, and the server is asked again",
         transform=_points_nowhere,
         selects=_says_ranks,
         whole_conversation=True,
         lasts=True,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.mixed-bootstrap-addr",
         models="a request arrives with a dead bootstrap address; others of its step and engine share its fate",
         verb="arrival",
         target="arrival",
-        survives=f"{_FAILS_OR_RECOMPUTES}",
+        survives=f"{FAILS_OR_RECOMPUTES}",
         rewrite=_point_nowhere,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.listener-dead",
         models="a stray message of three frames ends the producer's listener: it stays up and answers no pull any more",
         verb="replace",
         target=PULL_REQUEST,
-        survives=f"it is ignored, or else {_FAILS_OR_RECOMPUTES} after the receive timeout",
+        survives=f"it is ignored, or else {FAILS_OR_RECOMPUTES} after the receive timeout",
         transform=_send_stray,
         lasts=True,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
 )
 
-WRITES: Final = (
+LANDING: Final = (
     FaultRow(
         name="mooncake.engine-late",
         models="the engine write fails at its deadline, and its bytes land after that (Mooncake frees the batch while "
@@ -236,19 +235,19 @@ WRITES: Final = (
             "ret": Setting(default=-1, minimum=-1000, doc="what the call returns; 0 is success"),
         },
         transform=_land_late,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.engine-raise",
         models="the engine call raises: the producer answers ERROR, and counts the transfer as being sent for ever",
         verb="replace",
         target=WRITE_DATA,
-        survives=f"{_FAILS_OR_RECOMPUTES}; the producer's blocks expire",
+        survives=f"{FAILS_OR_RECOMPUTES}; the producer's blocks expire",
         settings={"message": Setting(default="injected error", doc="the exception's text, which is the reply's")},
         transform=_raise,
         victims=_owed_by_pull,
         lasts=True,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
 )
 
@@ -260,7 +259,7 @@ RANKS: Final = (
         target=RANK_REPORT,
         survives="it is reported again",
         lasts=True,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.rank-late",
@@ -268,7 +267,7 @@ RANKS: Final = (
         verb="delay",
         target=RANK_REPORT,
         survives="the request is complete when the last rank has reported",
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.rank-duplicate",
@@ -276,7 +275,7 @@ RANKS: Final = (
         verb="duplicate",
         target=RANK_REPORT,
         survives="it counts once",
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.rank-early",
@@ -285,6 +284,6 @@ RANKS: Final = (
         target=RANK_REPORT,
         survives="its own report counts",
         transform=_speak_for_next,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
 )

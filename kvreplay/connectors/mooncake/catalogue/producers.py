@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+from kvreplay.connectors.mooncake.catalogue.common import FAILS_OR_RECOMPUTES, NEEDS
 from kvreplay.connectors.mooncake.config import BOOTSTRAP_ATTEMPTS
 from kvreplay.connectors.mooncake.structs import FIRST_TOKEN_STOPS, BootstrapAnswer, MooncakeXferMetadata
 from kvreplay.ids import NS_PER_MS, NS_PER_S
@@ -24,8 +25,6 @@ from kvreplay.sim.envelope import (
     Envelope,
 )
 
-_NEEDS: Final = "mooncake"
-_FAILS_OR_RECOMPUTES: Final = "the requests fail, or their prompts are computed on the consumer, by policy"
 _UP: Final = "the others serve on; whoever asks it is refused at once, and finds it when it has been started again"
 
 # -- the producer's leg -----------------------------------------------------------------------------------
@@ -164,28 +163,28 @@ PRODUCERS: Final = (
         models="the request never reaches its producer: the pull waits for what nobody computes",
         verb="drop",
         target=CLIENT_ARRIVAL,
-        survives=f"after the abort timeout {_FAILS_OR_RECOMPUTES}",
+        survives=f"after the abort timeout {FAILS_OR_RECOMPUTES}",
         selects=_is_producers_leg,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.p-slow-prefill",
         models="the producer has computed the prompt only after its abort timeout",
         verb="delay",
         target=CLIENT_ARRIVAL,
-        survives=f"{_FAILS_OR_RECOMPUTES}; the producer's blocks expire another abort timeout later",
+        survives=f"{FAILS_OR_RECOMPUTES}; the producer's blocks expire another abort timeout later",
         settings={"delay": Setting(default=500 * NS_PER_S, unit=DURATION, doc="how much later the prompt is there")},
         selects=_is_producers_leg,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.p-expire-before-pull",
         models="the consumer asks when the producer has given the blocks up: the pull waits for them in vain",
         verb="delay",
         target=PULL_REQUEST,
-        survives=f"{_FAILS_OR_RECOMPUTES}",
+        survives=f"{FAILS_OR_RECOMPUTES}",
         settings={"delay": Setting(default=500 * NS_PER_S, unit=DURATION, doc="how much later it is asked")},
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.p-expire-at-ready",
@@ -193,28 +192,28 @@ PRODUCERS: Final = (
         "names the request in neither list (send_kv_to_decode)",
         verb="replace",
         target=PULL_REQUEST,
-        survives=f"{_FAILS_OR_RECOMPUTES}",
+        survives=f"{FAILS_OR_RECOMPUTES}",
         transform=_take_away,
         selects=_is_structured,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.p-stop-token",
         models="the producer's one token is a stop token: it counts as aborted, and nothing is sent (request_finished)",
         verb="arrival",
         target="arrival",
-        survives=f"it is sent like any other; else after the abort timeout {_FAILS_OR_RECOMPUTES}",
+        survives=f"it is sent like any other; else after the abort timeout {FAILS_OR_RECOMPUTES}",
         rewrite=_stop_at_once,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.p-abort-while-waiting",
         models="the request is aborted on its producer while a pull waits for it: nobody wakes the pull",
         verb="abort",
         target="producer",
-        survives=f"the pull is answered at once, or after the abort timeout; {_FAILS_OR_RECOMPUTES}",
+        survives=f"the pull is answered at once, or after the abort timeout; {FAILS_OR_RECOMPUTES}",
         settings={"delay": Setting(default=10 * NS_PER_MS, unit=DURATION, doc="how long after that")},
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
 )
 
@@ -228,7 +227,7 @@ MISFITS: Final = (
         settings={"transfer": Setting(default="shared", doc="the transfer id that they share")},
         rewrite=_share_transfer_id,
         lasts=True,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.role-mismatch",
@@ -237,7 +236,7 @@ MISFITS: Final = (
         target="arrival",
         survives="the request is refused, or served without a transfer; the engine lives",
         rewrite=_swap_roles,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.kv-both-chain",
@@ -248,54 +247,54 @@ MISFITS: Final = (
         survives="its blocks are sent on, or expire; ends of others in its step are heard",
         rewrite=_chain,
         lasts=True,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.tp-mismatch",
         models="the two sides' tensor parallel sizes do not divide, or their ranks are no pair",
         verb="replace",
         target=PULL_REQUEST,
-        survives=f"the pull is refused, and {_FAILS_OR_RECOMPUTES}",
+        survives=f"the pull is refused, and {FAILS_OR_RECOMPUTES}",
         settings={
             "tp_size": Setting(default=3, unit="ranks", minimum=1, doc="what the consumer says of itself"),
             "tp_rank": Setting(default=None, none="own", unit="rank", doc="the rank that it says to be"),
         },
         transform=_mistake_size,
         selects=_is_structured,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.group-mismatch",
         models="the two sides have different numbers of KV cache groups",
         verb="replace",
         target=PULL_REQUEST,
-        survives=f"the pull's requests come back in err_reqs; {_FAILS_OR_RECOMPUTES}",
+        survives=f"the pull's requests come back in err_reqs; {FAILS_OR_RECOMPUTES}",
         transform=_add_group,
         selects=_is_structured,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.blocks-short",
         models="the producer has fewer blocks of a request than the consumer wants",
         verb="replace",
         target=PULL_REQUEST,
-        survives=f"the pull's requests come back in err_reqs; {_FAILS_OR_RECOMPUTES}",
+        survives=f"the pull's requests come back in err_reqs; {FAILS_OR_RECOMPUTES}",
         settings={"blocks": Setting(default=1 << 14, unit="blocks", minimum=1, doc="how many more it wants")},
         transform=_want_more,
         selects=_is_structured,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.queue-saturation",
         models="pulls for unknown transfers keep all of a producer's sender tasks busy: later ones queue behind them",
         verb="replace",
         target=PULL_REQUEST,
-        survives=f"no wait is longer than its timeout; {_FAILS_OR_RECOMPUTES}",
+        survives=f"no wait is longer than its timeout; {FAILS_OR_RECOMPUTES}",
         settings={"pulls": Setting(default=20, unit="pulls", minimum=1, doc="how many come before the chosen one")},
         transform=_send_strangers,
         selects=_is_structured,
         lasts=True,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
 )
 
@@ -308,7 +307,7 @@ STARTS: Final = (
         survives=_UP,
         transform=_refuse_registration,
         whole_conversation=True,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.register-timeout",
@@ -319,7 +318,7 @@ STARTS: Final = (
         settings={"times": Setting(default=BOOTSTRAP_ATTEMPTS, unit="attempts", minimum=1, doc="how many are lost")},
         selects=_is_early_registration,
         whole_conversation=True,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.engine-init",
@@ -328,7 +327,7 @@ STARTS: Final = (
         target="instance",
         survives=_UP,
         dies_of=_no_engine,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
     FaultRow(
         name="mooncake.register-mem",
@@ -337,6 +336,6 @@ STARTS: Final = (
         target="instance",
         survives=_UP,
         dies_of=_no_memory,
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
 )
