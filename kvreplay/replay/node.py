@@ -76,6 +76,8 @@ class Leg:
     max_tokens: int
     priority: int
     params: dict[str, Any] | None
+    is_producers: bool = False
+    """Whether it computes the prompt for another instance, whatever its parameters say by now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,7 +133,8 @@ class Proxy:
         for node, max_tokens, params in ((producer, 1, for_producer), (server, arrival.output_tokens, for_server)):
             if self._rewrite_params is not None:
                 params = dict(self._rewrite_params(params, arrival.request_id, node.name))
-            self._send(node, Leg(place, arrival.request_id, max_tokens, arrival.priority, params))
+            is_producers = node is producer
+            self._send(node, Leg(place, arrival.request_id, max_tokens, arrival.priority, params, is_producers))
 
     def _send(self, node: Server, leg: Leg) -> None:
         transfer_id = (leg.params or {}).get("transfer_id")

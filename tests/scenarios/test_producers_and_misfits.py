@@ -137,6 +137,12 @@ class TestRoleMismatch:
         assert played.ends() == {"a": ("finished", "D0", at_ms)}
         assert played.violations == []
 
+    def test_the_producers_leg_is_still_the_one_that_never_arrives(self) -> None:
+        faults = ("mooncake.role-mismatch", "mooncake.p-never-ready")
+        played = play(pair(), ONE, *faults, behaviour="ideal", recompute=True)
+        assert played.ends() == {"a": ("finished", "D0", 31)}
+        assert played.violations == []
+
 
 class TestSaturation:
     """Pulls of strangers come with that of `a`; `b` comes later."""

@@ -31,8 +31,7 @@ _UP: Final = "the others serve on; whoever asks it is refused at once, and finds
 
 
 def _is_producers_leg(envelope: Envelope, settings: Settings) -> bool:
-    params = getattr(envelope.payload, "params", None) or {}
-    return bool(params.get("do_remote_decode"))
+    return bool(getattr(envelope.payload, "is_producers", False))
 
 
 def _stop_at_once(params: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
