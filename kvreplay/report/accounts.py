@@ -73,8 +73,8 @@ def over_time_section(summary: Summary, width: int, *, ascii_only: bool) -> Sect
     if not lines:
         return
     end = max(line.time_s[-1] for line in summary.series)
-    most_samples = max(len(line.time_s) for line in summary.series)
-    yield title("Over time", f"{plural(most_samples, 'sample')} from 0 to {duration(end)}, summed per role")
+    num_points = max(len(line.time_s) for line in summary.series)
+    yield title("Over time", f"{plural(num_points, 'point')} from 0 to {duration(end)}, summed per role")
     roles = max(len(line.role) for line in summary.series)
     labels = [f"{line.role:{roles}}  {name}" for line, name, _, _ in lines]
     tops = [f"most {number(max(values))}" + (f" of {number(top)}" if top else "") for _, _, values, top in lines]
