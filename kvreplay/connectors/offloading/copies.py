@@ -31,6 +31,9 @@ class GroupCopy(NamedTuple):
 def group_copies(job: TransferJob, layout: OffloadLayout) -> Iterator[GroupCopy]:
     """Raises EngineFatal where the chunks do not match the blocks, as the copy engine's assertions do."""
     size = layout.blocks_per_chunk
+    if size == 1 and len(job.chunk_ids) == len(job.gpu.block_ids):
+        yield from _one_for_one(job, layout)
+        return
     next_block = next_chunk = 0
     for group, num_blocks, first in zip(layout.groups, job.gpu.group_sizes, job.gpu.block_indices, strict=True):
         if not num_blocks:
@@ -49,11 +52,27 @@ def group_copies(job: TransferJob, layout: OffloadLayout) -> Iterator[GroupCopy]
     _engine_asserts(next_chunk == len(job.chunk_ids), "src_offset == num_src_blocks")
 
 
+def _one_for_one(job: TransferJob, layout: OffloadLayout) -> Iterator[GroupCopy]:
+    """The same for chunks of one block."""
+    places = job.chunk_ids.astype(np.int64)
+    start = 0
+    for group, num_blocks in zip(layout.groups, job.gpu.group_sizes, strict=True):
+        if num_blocks == len(places):
+            yield GroupCopy(group.group_id, job.gpu.block_ids, places)
+            return
+        if num_blocks:
+            end = start + num_blocks
+            yield GroupCopy(group.group_id, job.gpu.block_ids[start:end], places[start:end])
+            start = end
+
+
 def size_bytes(job: TransferJob, layout: OffloadLayout) -> int:
     """On one rank."""
-    if len(layout.groups) == 1:
-        return job.gpu.group_sizes[0] * layout.groups[0].bytes_per_block
-    return sum(size * group.bytes_per_block for group, size in zip(layout.groups, job.gpu.group_sizes, strict=True))
+    size_bytes = 0
+    for group, size in zip(layout.groups, job.gpu.group_sizes, strict=True):
+        if size:
+            size_bytes += size * group.bytes_per_block
+    return size_bytes
 
 
 def store(
@@ -63,8 +82,8 @@ def store(
     num_before = 0
     for copy in group_copies(job, layout):
         sent = memory.read_blocks(copy.group_id, copy.block_ids)
-        hits = _hits(corruptions, job, num_before, len(copy.block_ids))
-        buffers.write(copy.places, _damaged(sent, hits), sent=sent)
+        hits = _hits(corruptions, job, num_before, len(copy.block_ids)) if corruptions else ()
+        buffers.write(copy.places, _damaged(sent, hits) if hits else sent, sent=sent)
         _note_damage(copy, memory, buffers)
         for index, corruption in hits:
             buffers.damaged[int(copy.places[index])] = History(_provenance(job, corruption), None)

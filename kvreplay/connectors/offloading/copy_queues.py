@@ -39,6 +39,7 @@ class _Copy:
     start_ns: int
     duration_ns: int
     """FOREVER_NS: it never ends."""
+    size_bytes: int
     escapes_waits: bool = False
     corruptions: Sequence[Corruption] = ()
     has_moved: bool = False
@@ -116,7 +117,8 @@ class CopyQueues:
         """Append a copy. `not_before_ns`: when the compute stream is done with what has been launched."""
         copies = self._queues[queue]
         start_ns = max(self.now_ns, not_before_ns, copies[-1].end_ns if copies else 0)
-        copy = _Copy(job, queue, start_ns, self._duration_ns(queue, job), escapes_waits)
+        size_bytes = self._size_of(job)
+        copy = _Copy(job, queue, start_ns, self._duration_ns(queue, size_bytes), size_bytes, escapes_waits)
         copies.append(copy)
         self._copies[job.job_id] = copy
         self._schedule(copy)
@@ -157,7 +159,7 @@ class CopyQueues:
         if self._timeout_ns is None:
             return FOREVER_NS
         if copy.duration_ns == FOREVER_NS:
-            return min(copy.start_ns, free_ns) + self._timeout_ns + self._duration_ns(copy.queue, copy.job)
+            return min(copy.start_ns, free_ns) + self._timeout_ns + self._duration_ns(copy.queue, copy.size_bytes)
         self._move_words(copy)
         return free_ns + copy.duration_ns
 
@@ -173,10 +175,10 @@ class CopyQueues:
 
     # -- copies -----------------------------------------------------------------------------------------------
 
-    def _duration_ns(self, queue: str, job: TransferJob) -> int:
+    def _duration_ns(self, queue: str, size_bytes: int) -> int:
         config = self._config
         speed = config.store_bytes_per_s if queue == STORES else config.load_bytes_per_s
-        return self._latency_ns + -(-self._size_of(job) * NS_PER_S // speed)
+        return self._latency_ns + -(-size_bytes * NS_PER_S // speed)
 
     def _schedule(self, copy: _Copy) -> None:
         copy.deadlines = []
@@ -188,11 +190,11 @@ class CopyQueues:
     def _limit_ns(self, copy: _Copy) -> int:
         """When it is given up."""
         assert self._timeout_ns is not None
-        return min(copy.start_ns + self._timeout_ns + self._duration_ns(copy.queue, copy.job), FOREVER_NS)
+        return min(copy.start_ns + self._timeout_ns + self._duration_ns(copy.queue, copy.size_bytes), FOREVER_NS)
 
     def _on_end(self, copy: _Copy, now_ns: int) -> None:
         self._move_words(copy)
-        self.num_bytes[copy.queue] += self._size_of(copy.job)
+        self.num_bytes[copy.queue] += copy.size_bytes
         self.busy_ns[copy.queue] += copy.end_ns - copy.start_ns
         job = copy.job
         cause = None if copy.is_good else "checksum mismatch"

@@ -24,6 +24,7 @@ EVICTION_POLICIES: Final[dict[str, type[LRUPolicy] | type[ARCPolicy]]] = {"lru":
 _MISS: Final = np.int8(LookupResult.MISS)
 _HIT: Final = np.int8(LookupResult.HIT)
 _PENDING: Final = np.int8(LookupResult.HIT_PENDING)
+_NOWHERE: Final[ChunkIds] = np.array([-1], np.int32)
 
 
 class CPUOffloadingManager:
@@ -149,6 +150,8 @@ class CPUOffloadingManager:
         """`prepare_store`, which does not evict what it is offered; `protected`: what must stay, where it is more."""
         if self.counts is not None:
             self.counts.note(keys)
+        elif len(keys) == 1 and protected is None and self.chunks.find_one(int(keys[0])) < 0:
+            return self._prepare_one(keys, context)
         chunk_ids = self.chunks.find(keys)
         candidates, reused, observed, spared = keys, NO_KEYS, chunk_ids, NO_CHUNKS
         if self.counts is not None or chunk_ids.max(initial=-1) >= 0:
@@ -170,6 +173,14 @@ class CPUOffloadingManager:
             spared = spared[spared >= 0]
         evicted = self._make_room(len(candidates), spared)
         return None if evicted is None else self._insert(candidates, evicted, context)
+
+    def _prepare_one(self, key: Keys, context: RequestContext) -> StorePlan | None:
+        """As `prepare_write`, for the many offers of a single chunk that is not there."""
+        if self.policy.distinguishes_reuse:
+            self._note_misses(key, context)
+        self._note_access(key, _NOWHERE, context, reused=NO_KEYS)
+        evicted = self._make_room(1, NO_CHUNKS)
+        return None if evicted is None else self._insert(key, evicted, context)
 
     def _note_misses(self, keys: Keys, context: RequestContext) -> None:
         """A policy learns from a miss once per request and key."""

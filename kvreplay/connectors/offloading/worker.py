@@ -136,6 +136,14 @@ class OffloadingWorker:
 
     def rank_reports(self, rank: int) -> list[RankReport]:
         """The same, as messages to the scheduler."""
+        if not self._loads and not self._failed:  # nor any failure: as below, for stores only
+            acknowledged, self._acknowledged = self._acknowledged, []
+            results = self._engine.take_finished()
+            if all(result.success for result in results):
+                return [RankReport(rank, job_id, _PLACE_OF[STORES]) for job_id in acknowledged] + [
+                    RankReport(rank, result.job_id, _PLACE_OF[STORES]) for result in results
+                ]
+            self._acknowledged, self._failed = acknowledged, results
         is_load = {job_id: req_id is not None for job_id, req_id in self._loads.items()}
         report = self.get_finished()
         return [

@@ -98,7 +98,6 @@ class _Rank:
         self.queues.now_ns = self._bus.loop.now_ns
         if not is_watched(self._bus, COPY_JOB):
             self.queues.submit(queue, job, not_before_ns=self.compute_until_ns)
-            self.driver.pump()
             return True
         answer = self._bus.ask(
             Envelope(
@@ -119,7 +118,6 @@ class _Rank:
             return False
         elif answer.delay_ns:
             self.queues.prolong(job.job_id, answer.delay_ns)
-        self.driver.pump()
         return True
 
     def _take_order(self, envelope: Envelope) -> Answer:
@@ -136,7 +134,6 @@ class _Rank:
     def wait(self, job_ids: Collection[int]) -> None:
         self.queues.now_ns = self._bus.loop.now_ns
         self.blocked_until_ns = max(self.blocked_until_ns, self.queues.wait(job_ids))
-        self.driver.pump()
 
     def take_finished(self) -> list[CopyResult]:
         return self.queues.take_finished()
@@ -207,6 +204,7 @@ class OffloadingWorkers:
         for rank in self.ranks:
             rank.blocked_until_ns = rank.compute_until_ns = 0
             rank.worker.handle_preemptions(metadata)
+            rank.driver.pump()
 
     def start_load_kv(self, metadata: OffloadingConnectorMetadata, compute_until_ns: int = 0) -> int:
         """The rest of what a step does before its forward pass. `handle_preemptions` comes first.
@@ -220,6 +218,8 @@ class OffloadingWorkers:
             rank.compute_until_ns = 0 if has_sync_load else compute_until_ns
             rank.worker.start_load_kv(metadata)
             rank.worker.wait_for_save(metadata)
+            if metadata.load_jobs:
+                rank.driver.pump()
             until_ns = max(until_ns, rank.blocked_until_ns)
             self._send_reports(rank.rank)
         return until_ns
