@@ -138,6 +138,11 @@ class Injector:
                 return self._compose(envelope, now_ns, faults[:index])
         return None
 
+    def has_passed(self, kind: str, conversation: str) -> bool:
+        return kind not in self._opening_kinds and all(
+            fault.has_passed(conversation) for fault in self._by_kind.get(kind, ())
+        )
+
     def _compose(self, envelope: Envelope, now_ns: int, passed: Sequence[MessageFault]) -> list[Delivery]:
         """Let all faults act in the plan's order, each on what those before it have left.
 

@@ -78,6 +78,10 @@ class MessageFault:
             state = self._states[key] = _CHOSEN if self.decide(key) else _PASSED
         return state == _CHOSEN
 
+    def has_passed(self, conversation: str) -> bool:
+        """Whether it has decided against this conversation, or is done with it: for good."""
+        return self._states.get(conversation) == _PASSED
+
     def _matches(self, envelope: Envelope, now_ns: int) -> bool:
         return now_ns in self.window and (not self._tests or all(test(envelope) for test in self._tests))
 

@@ -92,6 +92,10 @@ class Interceptor(Protocol):
 
     def intercept(self, envelope: Envelope, now_ns: int) -> list[Delivery] | None: ...
 
+    def has_passed(self, kind: str, conversation: str) -> bool:
+        """Whether every further message of this kind in this conversation goes as usual, so that it need not be one."""
+        ...
+
     def hold(self, delivery: Delivery, release: Callable[[], None]) -> None:
         """Keep a held delivery. `release` lets it arrive, at once or when the network is done with it."""
         ...

@@ -181,6 +181,15 @@ def test_only_kinds_that_a_fault_acts_on_pass_the_injector() -> None:
     assert (idle.injector.kinds, idle.bus.interceptor) == (frozenset(), None)
 
 
+def test_a_conversation_is_left_alone_once_every_fault_has_decided_against_it() -> None:
+    bench = Bench("timeout:nth=2", "timeout:nth=3")
+    messages = [reply("a"), reply("b"), reply("c"), reply("d")]
+    keys = [message.conversation for message in messages]
+    assert not bench.injector.has_passed(PULL_REPLY, keys[0])  # nobody has been asked yet
+    bench.post(*messages)
+    assert [bench.injector.has_passed(PULL_REPLY, key) for key in keys] == [True, False, False, True]
+
+
 def test_only_events_that_a_fault_waits_for_are_observed() -> None:
     assert Bench("timeout:p=0.1").injector.observed_kinds == frozenset()
     assert Bench("timeout").injector.sink is not None

@@ -28,6 +28,9 @@ class ScriptedInterceptor:
     def intercept(self, envelope: Envelope, now_ns: int) -> list[Delivery] | None:
         return self.script(envelope)
 
+    def has_passed(self, kind: str, conversation: str) -> bool:
+        return False
+
     def hold(self, delivery: Delivery, release: Callable[[], None]) -> None:
         self.held.append(release)
 

@@ -18,6 +18,9 @@ class Faults:
     def intercept(self, envelope: Envelope, now_ns: int) -> list[Delivery] | None:
         return self.deliveries
 
+    def has_passed(self, kind: str, conversation: str) -> bool:
+        return False
+
     def hold(self, delivery: Delivery, release: Callable[[], None]) -> None:
         self.releases.append(release)
 

@@ -52,6 +52,9 @@ class CPUOffloadingManager:
 
     # -- requests ---------------------------------------------------------------------------------------------
 
+    def lookup_is_pure_for(self, context: RequestContext) -> bool:
+        return True
+
     def on_new_request(self, context: RequestContext) -> OffloadPolicy:
         self._access_of(context)
         return OffloadPolicy.CHUNK_LEVEL

@@ -79,7 +79,7 @@ class ChunkLookup:
 
     def leading_hits(self, keys: Keys, state: RequestState) -> int | None:
         """Chunks there before the first that is missing; None: it depends on some that are not ready."""
-        if self._may_ask_all:
+        if self._may_ask_all(state):
             return self._leading_hits_at_once(keys, state)
         count, is_undecided = 0, False
         for result in self._results(keys, state):
@@ -129,14 +129,13 @@ class ChunkLookup:
                 return None if is_unknown or has_pending else index + wanted
         return None if is_unknown or has_pending else run
 
-    @property
-    def _may_ask_all(self) -> bool:
+    def _may_ask_all(self, state: RequestState) -> bool:
         """About keys that the scan may not come to: nothing changes, and nobody looks."""
-        return self.manager.lookup_is_pure and self.observer is None
+        return self.observer is None and self.manager.lookup_is_pure_for(state.context)
 
     def _results(self, keys: Keys, state: RequestState) -> Iterator[int]:
         """What the manager says of each key, as far as the caller reads on."""
-        if self._may_ask_all:
+        if self._may_ask_all(state):
             return iter(self.manager.lookup_many(keys, state.context).tolist())
         return (self.ask(key, state) for key in keys.tolist())
 

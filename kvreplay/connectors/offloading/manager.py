@@ -50,12 +50,16 @@ class OffloadingManager(Protocol):
         """`lookup` changes nothing, so that `lookup_many` may ask about more than a scan then needs."""
         ...
 
+    def lookup_is_pure_for(self, context: RequestContext) -> bool:
+        """The same for this request, once and for all."""
+        ...
+
     def on_new_request(self, context: RequestContext) -> OffloadPolicy: ...
 
     def lookup(self, key: int, context: RequestContext) -> LookupResult: ...
 
     def lookup_many(self, keys: Keys, context: RequestContext) -> LookupResults:
-        """Only where `lookup_is_pure`."""
+        """Only where `lookup_is_pure_for` this request."""
         ...
 
     def prepare_load(self, keys: Keys, context: RequestContext) -> ChunkIds:

@@ -73,8 +73,21 @@ class ManagerOverBus:
     def lookup_is_pure(self) -> bool:
         return self.inner.lookup_is_pure and not is_watched(self._bus, LOOKUP)
 
+    def lookup_is_pure_for(self, context: RequestContext) -> bool:
+        return self.inner.lookup_is_pure_for(context) and not self._is_watched(LOOKUP, context)
+
+    def _is_watched(self, kind: str, context: RequestContext) -> bool:
+        """Whether some fault may still act on such a message for this request."""
+        interceptor = self._bus.interceptor
+        if interceptor is None or kind not in interceptor.kinds:
+            return False
+        return not interceptor.has_passed(kind, self._conversation(kind, context))
+
+    def _conversation(self, kind: str, context: RequestContext) -> str:
+        return f"{self._address}/{kind}/{context.req_id}"
+
     def lookup(self, key: int, context: RequestContext) -> LookupResult:
-        if not is_watched(self._bus, LOOKUP):
+        if not self._is_watched(LOOKUP, context):
             return self.inner.lookup(key, context)
         answer = self._ask(LOOKUP, LookupQuery(key, context), context)
         if answer.never:
@@ -86,7 +99,7 @@ class ManagerOverBus:
         return self.inner.lookup_many(keys, context)
 
     def prepare_store(self, keys: Keys, context: RequestContext) -> StorePlan | None:
-        if not is_watched(self._bus, OFFER):
+        if not self._is_watched(OFFER, context):
             return self.inner.prepare_store(keys, context)
         answer = self._ask(OFFER, Offer(keys, context), context)
         plan: StorePlan | None = answer.payload
@@ -103,7 +116,7 @@ class ManagerOverBus:
                 destination=self._address,
                 payload=payload,
                 request_ids=(context.req_id,),
-                conversation=f"{self._address}/{kind}/{context.req_id}",
+                conversation=self._conversation(kind, context),
             )
         )
 

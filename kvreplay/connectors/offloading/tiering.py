@@ -115,6 +115,9 @@ class TieringOffloadingManager:
         self._has_polled = False
         """In this step."""
 
+    def lookup_is_pure_for(self, context: RequestContext) -> bool:
+        return False
+
     # -- requests ---------------------------------------------------------------------------------------------
 
     def on_new_request(self, context: RequestContext) -> OffloadPolicy:
