@@ -77,8 +77,8 @@ class TestK1TheHostTierIsWrittenAndNeverRead:
 
 
 class TestK2OneGroupTakesTheWholeHitWithIt:
-    """vllm#51771, vllm#53504, for a CPU tier: three block sizes and a drafter; the groups agree on one boundary and give
-    up one chunk, not one each until nothing is left."""
+    """vllm#51771, vllm#53504, for a CPU tier: three block sizes and a drafter. All groups agree on one boundary and
+    give up one chunk, not one each until nothing is left."""
 
     GROUPS = (
         full(0, tokens_per_block=16, is_drafter=True),
