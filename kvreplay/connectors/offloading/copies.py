@@ -76,10 +76,17 @@ def size_bytes(job: TransferJob, layout: OffloadLayout) -> int:
 
 
 def store(
-    job: TransferJob, layout: OffloadLayout, memory: KVMemory, buffers: CpuBuffers, corruptions: Sequence[Corruption]
-) -> None:
-    """GPU to CPU: the blocks' words as they are now, whoever they belong to by now."""
-    num_before = 0
+    job: TransferJob,
+    layout: OffloadLayout,
+    memory: KVMemory,
+    buffers: CpuBuffers,
+    corruptions: Sequence[Corruption],
+    *,
+    verifies: bool,
+) -> bool:
+    """GPU to CPU: the blocks' words as they are now, whoever they belong to by now. False if `verifies` and something
+    is not what was sent."""
+    num_before, is_good = 0, True
     for copy in group_copies(job, layout):
         sent = memory.read_blocks(copy.group_id, copy.block_ids)
         hits = _hits(corruptions, job, num_before, len(copy.block_ids)) if corruptions else ()
@@ -87,7 +94,10 @@ def store(
         _note_damage(copy, memory, buffers)
         for index, corruption in hits:
             buffers.damaged[int(copy.places[index])] = History(_provenance(job, corruption), None)
+        # Words that no corruption has met are those that were sent.
+        is_good &= not (verifies and hits)
         num_before += len(copy.block_ids)
+    return is_good
 
 
 def _note_damage(copy: GroupCopy, memory: KVMemory, buffers: CpuBuffers) -> None:

@@ -66,10 +66,8 @@ class _Rank:
         verifies = behaviour.integrity == "checksum"
 
         def move(job: TransferJob, corruptions: Sequence[Corruption]) -> bool:
-            if job.is_store:
-                copies.store(job, layout, memory, buffers, corruptions)
-                return True
-            return copies.load(job, layout, memory, buffers, corruptions, verifies=verifies)
+            copy = copies.store if job.is_store else copies.load
+            return copy(job, layout, memory, buffers, corruptions, verifies=verifies)
 
         self.buffers = buffers
         self.queues = CopyQueues(

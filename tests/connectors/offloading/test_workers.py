@@ -320,9 +320,13 @@ class TestForeignBytes:
         assert memory.corrupted[10].fault_spec == fault
         assert memory.first_words(3) == [30]
 
-    @pytest.mark.parametrize("fault", ["offload.load-corrupt", "offload.store-corrupt"])
-    def test_a_checksum_finds_it_and_it_is_not_written(self, fault: str) -> None:
-        bench = bench_with(fault, behaviour=IDEAL)
+    def test_a_checksum_finds_it_on_its_way_into_the_tier(self) -> None:
+        bench = bench_with("offload.store-corrupt", behaviour=IDEAL)
+        bench.stored(store(0, [3], [0]))
+        assert bench.collect().failed_jobs == {0: "checksum mismatch"}
+
+    def test_a_checksum_finds_it_and_it_is_not_written(self) -> None:
+        bench = bench_with("offload.load-corrupt", behaviour=IDEAL)
         bench.stored(store(0, [3], [0]))
         bench.step(job(1, [10], [0]))
         bench.run()
