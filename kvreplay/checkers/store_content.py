@@ -12,6 +12,7 @@ from kvreplay.connectors.offloading.structs import TransferJob
 from kvreplay.kv.block_pool import NO_KEY, BlockIds
 from kvreplay.kv.cache_manager import KVCacheManager
 from kvreplay.kv.content import KeyArray
+from kvreplay.kv.group_keys import group_key
 
 
 class ForeignBlock(NamedTuple):
@@ -47,7 +48,7 @@ def foreign_blocks(
             from_end = np.arange(size - 1, -1, -1) * (group.tokens_per_block // layout.tokens_per_hash)
             expected = block_keys[(ends - 1 - from_end).ravel()[skipped:]]
         if len(kv.groups) > 1:
-            expected = expected * len(kv.groups) + group.group_id
+            expected = group_key(expected, group.group_id, len(kv.groups))
         for block_id in _foreign(block_ids, expected, kv):
             yield ForeignBlock(block_id, group.group_id)
 

@@ -70,6 +70,9 @@ class BlockPool:
         self._tail = self._head + self.num_free
         self._queue[self._head : self._tail] = np.arange(1, num_blocks)
         self._place[1:] = np.arange(self._head, self._tail)
+        self._clean_until = self._tail
+        """The log from its head to here has blocks without a hash only. Nobody takes one out of the middle: there are
+        no holes, and nobody asks for their places."""
 
         self._numbers = _numbers(len(self._queue))
         self._ref_view = self.ref_counts.data
@@ -136,9 +139,15 @@ class BlockPool:
             raise EngineFatal("ValueError", f"Cannot get {count} free blocks from the pool")
         if count == 0:
             return _NO_BLOCKS
-        block_ids = self._pop(count)
-        if self.enable_caching:
-            self._evict_reused(block_ids)
+        head = self._head
+        if head + count <= self._clean_until:
+            self._head = head + count
+            self.num_free -= count
+            block_ids = self._queue[head : head + count].astype(np.int64)
+        else:
+            block_ids = self._pop(count)
+            if self.enable_caching:
+                self._evict_reused(block_ids)
         self.ref_counts[block_ids] = 1
         return block_ids
 
@@ -252,6 +261,8 @@ class BlockPool:
             self._tail += 1
         else:
             place = self._head = self._head - 1
+            if self._clean_until <= place:
+                self._clean_until = place + 1
         self.num_free += 1
         self._queue_view[place] = block_id
         self._place_view[block_id] = place
@@ -271,23 +282,35 @@ class BlockPool:
             if references[block_id]:
                 assert references[block_id] > 0, "block freed twice"
                 continue
-            if self.enable_caching and keys[block_id] != NO_KEY:
+            self.num_free += 1
+            if keys[block_id] != NO_KEY:
                 end = self._tail
                 self._tail = end + 1
+                places[block_id] = end
             else:
                 end = self._head = self._head - 1
-            self.num_free += 1
+                if self._clean_until <= end:
+                    self._clean_until = end + 1
             queue[end] = block_id
-            places[block_id] = end
 
-    def free_in_turns(self, groups: Sequence[BlockIds]) -> None:
-        """`free_blocks` for one list after the other. No block stands twice, and none is null."""
+    def free_in_turns(self, groups: Sequence[BlockIds], *, are_clean: bool = False) -> None:
+        """`free_blocks` for one list after the other. No block stands twice, and none is null.
+
+        `are_clean`: none ever had a hash, so that it has one owner.
+        """
         ordered = np.concatenate(groups)
         if not len(ordered):
             return
         counts = self.ref_counts[ordered]
         counts -= 1
         self.ref_counts[ordered] = counts
+        if are_clean:
+            assert not count_nonzero(counts), "block freed twice"
+            if self._head < len(ordered):
+                self._recentre()
+            self.num_free += len(ordered)
+            self._put_first(np.concatenate(groups[::-1]))
+            return
         if self._tail + len(ordered) > len(self._queue) or self._head < len(ordered):
             self._recentre()
         uncached = self.keys[ordered] == NO_KEY if self.enable_caching else np.ones(len(ordered), np.bool_)
@@ -328,7 +351,8 @@ class BlockPool:
         end = self._head
         start = self._head = end - len(block_ids)
         self._queue[start:end] = block_ids
-        self._place[block_ids] = self._numbers[start:end]
+        if self._clean_until < end:
+            self._clean_until = end
 
     def _put_last(self, block_ids: BlockIds) -> None:
         start = self._tail
@@ -339,11 +363,13 @@ class BlockPool:
     def _recentre(self) -> None:
         live = self.free_queue()
         assert len(live) == self.num_free
+        num_clean = max(self._clean_until - self._head, 0)
         self._queue[:] = 0
         self._head = 2 * self.num_blocks
         self._tail = self._head + len(live)
         self._queue[self._head : self._tail] = live
         self._place[live] = np.arange(self._head, self._tail)
+        self._clean_until = self._head + num_clean
 
     # -- the prefix cache -------------------------------------------------------------------------------------
 

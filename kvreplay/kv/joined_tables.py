@@ -16,13 +16,15 @@ class JoinedTable:
     `num_cached` is what `BlockTable` has, if all groups agree; else `_uneven` has each group's.
     """
 
-    __slots__ = ("_num_cached", "_uneven", "array", "capacity", "num_blocks", "view")
+    __slots__ = ("_num_cached", "_uneven", "array", "capacity", "hashed_from", "hashed_until", "num_blocks", "view")
 
     def __init__(self, num_groups: int, capacity: int) -> None:
         self.array: NDArray[np.int64] = np.zeros((num_groups, capacity), np.int64)
         self.view = self.array.reshape(-1).data
         self.capacity = capacity
         self.num_blocks = 0
+        self.hashed_from = self.hashed_until = 0
+        """Between these places blocks of windows may have, or have had, a hash."""
         self._num_cached = UNTRACKED
         self._uneven: list[int] | None = None
 
@@ -45,6 +47,13 @@ class JoinedTable:
         self.reserve(end)
         self.array[:, self.num_blocks : end] = columns
         self.num_blocks = end
+
+    def note_hashed(self, start: int, end: int) -> None:
+        """Blocks of windows at places [start, end) have a hash."""
+        if start < end:
+            is_first = self.hashed_from == self.hashed_until
+            self.hashed_from = start if is_first else min(self.hashed_from, start)
+            self.hashed_until = max(self.hashed_until, end)
 
     @property
     def is_tracked(self) -> bool:

@@ -10,6 +10,7 @@ from kvreplay.errors import EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.block_pool import BlockIds, Keys
 from kvreplay.kv.cache_manager import KVCacheManager
+from kvreplay.kv.group_keys import group_key
 from kvreplay.kv.joined_tables import JoinedTable
 from kvreplay.kv.lookup import Hit
 from kvreplay.kv.managers.base import NO_BLOCKS, Hashable, KVGroupManager, Need
@@ -52,7 +53,9 @@ class UniformAttentionCacheManager(KVCacheManager):
         self._windows = [(run, run.reach) for run in self._runs if run.reach is not None]
         self._full_groups = [group for group, spec in enumerate(self.groups) if spec.is_full_attention]
         self._nothing_cached = [NO_BLOCKS for _ in self.managers]
-        self._group_numbers = np.arange(self._num_groups, dtype=np.int64)[:, None]
+        # From a key in one group to that in each group from it on.
+        steps = [group_key(0, group, self._num_groups) for group in range(self._num_groups)]
+        self._key_steps = np.array(steps, np.int64)[:, None]
 
     def _join(self, request_id: str, capacity: int) -> JoinedTable:
         joined = self._joined[request_id] = JoinedTable(self._num_groups, capacity)
@@ -167,6 +170,8 @@ class UniformAttentionCacheManager(KVCacheManager):
                 lengths.append(max(skipped, len(blocks)))
                 row[: lengths[-1]] = NULL_BLOCK_ID
                 row[skipped : len(blocks)] = blocks[skipped:]
+            if run.reach is not None:
+                joined.note_hashed(skipped, len(hit[run.first]))
         touched = joined.array[:, : max(lengths)]
         kept = touched[touched != NULL_BLOCK_ID]
         if len(kept):
@@ -205,6 +210,7 @@ class UniformAttentionCacheManager(KVCacheManager):
             joined = self._join(request.request_id, 16)
         num_cached = joined.num_cached
         if num_cached is None or self.caches_again:
+            joined.note_hashed(0, joined.num_blocks)
             return super().cache_blocks(request, keys, num_tokens)
         start, end = max(num_cached, 0), min(num_tokens, request.num_tokens) // self.block_size
         if start >= end:
@@ -227,6 +233,8 @@ class UniformAttentionCacheManager(KVCacheManager):
                 if retained is not None:
                     chosen &= retained
                 places = chosen.nonzero()[0] + start
+                if len(places):
+                    joined.note_hashed(int(places[0]), int(places[-1]) + 1)
                 ids, run_keys = joined.array[run.rows, places], self._keys_of(run, keys[places])
             else:
                 continue
@@ -242,7 +250,10 @@ class UniformAttentionCacheManager(KVCacheManager):
 
     def _keys_of(self, run: _Run, keys: Keys) -> NDArray[np.int64]:
         """The pool's keys in each group of the run."""
-        return keys * self._num_groups + self._group_numbers[run.rows]
+        first = group_key(keys, run.first, self._num_groups)
+        if run.num_groups == 1:
+            return first[None]
+        return first + self._key_steps[: run.num_groups]
 
     # -- freeing ----------------------------------------------------------------------------------------------
 
@@ -251,6 +262,7 @@ class UniformAttentionCacheManager(KVCacheManager):
         if joined is None:
             return
         left: list[BlockIds] = []
+        are_clean = True
         for run, reach in self._windows:
             skipped = min((num_processed_tokens - reach) // self.block_size, joined.num_blocks)
             if skipped <= 0 or not joined.array[run.first, skipped - 1]:
@@ -259,9 +271,10 @@ class UniformAttentionCacheManager(KVCacheManager):
             first = int((joined.array[run.first, :skipped] != NULL_BLOCK_ID).argmax())
             behind = joined.array[run.rows, first:skipped]
             left += list(behind[:, ::-1].copy())
+            are_clean &= skipped <= joined.hashed_from or first >= joined.hashed_until
             behind[:] = NULL_BLOCK_ID
         if left:
-            self.pool.free_in_turns(left)
+            self.pool.free_in_turns(left, are_clean=are_clean)
 
     def free(self, request_id: str) -> tuple[BlockIds, ...]:
         freed = tuple(blocks[::-1] for blocks in self.pop_blocks_for_free(request_id))
@@ -314,10 +327,10 @@ class UniformAttentionCacheManager(KVCacheManager):
                 return True
             # What windows keep is what a replay of the prompt needs.
             joined.num_cached = index + 1
-            view, capacity, key = joined.view, joined.capacity, int(keys[index]) * num_groups
+            view, capacity, key = joined.view, joined.capacity, int(keys[index])
             for group in self._full_groups:
                 self.num_filled += 1
-                pool.cache_one(view[group * capacity + index], key + group)
+                pool.cache_one(view[group * capacity + index], group_key(key, group, num_groups))
         return True
 
     def least_blocks(self, num_tokens: int, hit: Hit, num_local: int) -> int | None:

@@ -34,6 +34,7 @@ from kvreplay.kv.block_pool import BlockPool
 from kvreplay.kv.block_rows import words_per_block
 from kvreplay.kv.cache_manager import KVCacheManager
 from kvreplay.kv.content_index import ContentIndex
+from kvreplay.kv.group_keys import num_group_keys
 from kvreplay.kv.memory import KVMemory, NullMemory
 from kvreplay.replay.config import ReplayConfig, Role
 from kvreplay.replay.findings import LiveFindings
@@ -145,7 +146,7 @@ class Node:
         log = EngineLog(around.sink, self.name)
         pool = BlockPool(
             role.cache.num_gpu_blocks,
-            around.index.num_keys * len(groups),
+            num_group_keys(around.index.num_keys, len(groups)),
             enable_caching=role.cache.enable_prefix_caching,
         )
         kv = make_cache_manager(

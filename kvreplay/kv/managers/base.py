@@ -12,6 +12,7 @@ from kvreplay.errors import EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.block_pool import BlockIds, BlockPool, Keys
 from kvreplay.kv.block_table import UNTRACKED, BlockTable
+from kvreplay.kv.group_keys import group_key
 from kvreplay.kv.specs import CIRCULAR_BUFFER, KVCacheGroupSpec, cdiv
 
 Mask = NDArray[np.bool_]
@@ -106,9 +107,8 @@ class KVGroupManager(ABC):
     # -- keys -------------------------------------------------------------------------------------------------
 
     def pool_keys(self, keys: Keys) -> Keys:
-        """Same content in different groups shares the hash, not the key."""
         num_groups = self.rules.num_groups
-        return keys if num_groups == 1 else keys * num_groups + self.group
+        return keys if num_groups == 1 else group_key(keys, self.group, num_groups)
 
     def block_keys(self, keys: Keys) -> Keys:
         """Of prefix hashes, those that end with a block of this group."""

@@ -1,0 +1,23 @@
+"""The prefix cache's keys where there are several groups: same content in different groups shares the hash, not the
+key."""
+
+from typing import Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+_RUN_BITS: Final = 10
+"""Prefix hashes that follow each other have keys that do, in runs of so many: a lookup then meets few cache lines."""
+
+_Key = TypeVar("_Key", int, NDArray[np.int64])
+
+
+def group_key(key: _Key, group: int, num_groups: int) -> _Key:
+    """The key (or keys) of a prefix hash in one of several groups."""
+    return key + (((key >> _RUN_BITS) * (num_groups - 1) + group) << _RUN_BITS)
+
+
+def num_group_keys(num_keys: int, num_groups: int) -> int:
+    """No such key is larger."""
+    run = 1 << _RUN_BITS
+    return num_keys if num_groups == 1 else -(-num_keys // run) * run * num_groups
