@@ -148,7 +148,7 @@ class WorkerModel:
                 # What a window has left is a table's beginning: where one block is real, all behind it are.
                 if not is_late and not table[start // window.block_size]:
                     self._note_null_write(request, group, start)
-                first = self._first_kept(window, table, start, end)
+                first = self._first_kept(request, window, table, start, end)
                 if first >= end:
                     continue
             hits_null = buffers.write(table, request.content, group, first, end, taint)
@@ -181,33 +181,37 @@ class WorkerModel:
                         self._note_null_write(request, group, start)
             start = request.windows_written_until
             if end < request.num_tokens and all(
-                self._first_cached(tables[group], window.block_size, start, end) == end
+                self._first_cached(request, tables[group], window.block_size, start, end) == end
                 for group, _, window in self._window_runs
             ):
                 return
         for first_group, end_group, window in self._window_runs:
             table = tables[first_group]
             if is_over:
-                first = self._first_cached(table, window.block_size, start, end)
+                first = self._first_cached(request, table, window.block_size, start, end)
             else:
-                first = self._first_kept(window, table, start, end)
+                first = self._first_kept(request, window, table, start, end)
             if first < end:
                 self.buffers.write_alike(tables[first_group:end_group], request.content, first_group, first, end)
         request.windows_written_until = end
 
-    def _first_cached(self, table: BlockIds, block_size: int, start: int, end: int) -> int:
+    def _first_cached(self, request: Request, table: BlockIds, block_size: int, start: int, end: int) -> int:
         """The first of tokens [start, end) whose block has a hash; `end` if none has."""
-        first = start // block_size
-        places = self.scheduler.pool.is_cached(table[first : cdiv(end, block_size)]).nonzero()[0]
+        first, last = start // block_size, cdiv(end, block_size)
+        if not self.scheduler.kv.may_have_hash(request.request_id, first, last):
+            return end
+        places = self.scheduler.pool.is_cached(table[first:last]).nonzero()[0]
         return max(start, (first + int(places[0])) * block_size) if len(places) else end
 
-    def _first_kept(self, window: KVGroupManager, table: BlockIds, start: int, end: int) -> int:
+    def _first_kept(self, request: Request, window: KVGroupManager, table: BlockIds, start: int, end: int) -> int:
         """The first of tokens [start, end) that anybody may still read: before the window only what has a hash, or what
         a connector may look at."""
         size = window.block_size
         live = window.skipped_tokens(end) // size
         if live * size <= start:
             return start
+        if not self._keeps_all and not self.scheduler.kv.may_have_hash(request.request_id, start // size, live):
+            return live * size
         behind = table[start // size : live]
         is_kept = behind != NULL_BLOCK_ID if self._keeps_all else self.scheduler.pool.is_cached(behind)
         places = is_kept.nonzero()[0]

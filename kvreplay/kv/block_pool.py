@@ -330,9 +330,14 @@ class BlockPool:
             # Each list goes before those that were given back earlier.
             self._put_first(np.concatenate(groups[::-1]))
         elif num_uncached:
-            ends = np.cumsum([len(blocks) for blocks in groups])[:-1]
-            parts = zip(np.split(ordered, ends), np.split(uncached, ends), strict=True)
-            self._put_first(np.concatenate([blocks[chosen] for blocks, chosen in parts][::-1]))
+            parts: list[BlockIds] = []
+            start = 0
+            for blocks in groups:
+                chosen = uncached[start : start + len(blocks)]
+                start += len(blocks)
+                if count_nonzero(chosen):
+                    parts.append(blocks[chosen])
+            self._put_first(np.concatenate(parts[::-1]))
         if len(last):
             self._put_last(last)
 

@@ -82,11 +82,13 @@ class ConnectorHit(NamedTuple):
 class KVCacheManager:
     """One pool, one table per request and group.
 
-    `counts_filled`: `num_filled` has the blocks that decoding requests fill.
+    `counts_filled`: `num_filled` has the blocks that decoding requests fill. `leaves_unseen`: what they give back has
+    no hash.
     `max_in_flight_tokens`: the most tokens that steps in flight can hold (batches times token budget).
     """
 
     counts_filled = False
+    leaves_unseen = False
 
     def __init__(
         self,
@@ -351,6 +353,10 @@ class KVCacheManager:
 
     def _aligned(self, num_tokens: int) -> int:
         return num_tokens if self.hits_inside_blocks else num_tokens // self.block_size * self.block_size
+
+    def may_have_hash(self, request_id: str, first: int, last: int) -> bool:
+        """Whether a window's blocks at places [first, last) of the request's tables may be in the prefix cache."""
+        return True
 
     def evict_blocks(self, block_ids: Iterable[int]) -> list[int]:
         return self.pool.evict_blocks(block_ids)

@@ -14,6 +14,7 @@ from kvreplay.kv.group_keys import group_key
 from kvreplay.kv.joined_tables import JoinedTable
 from kvreplay.kv.lookup import Hit
 from kvreplay.kv.managers.base import NO_BLOCKS, Hashable, KVGroupManager, Need
+from kvreplay.kv.managers.sliding_window import SlidingWindowManager
 from kvreplay.kv.specs import cdiv
 
 
@@ -44,6 +45,7 @@ class UniformAttentionCacheManager(KVCacheManager):
     """
 
     counts_filled = True
+    leaves_unseen = True
 
     def __init__(self, *args: Any, **settings: Any) -> None:  # noqa: ANN401 - those of KVCacheManager
         super().__init__(*args, **settings)
@@ -219,34 +221,48 @@ class UniformAttentionCacheManager(KVCacheManager):
         boundaries = self._replay_boundaries(request.num_prompt_tokens)
         if request.shared_prefix_boundary:
             boundaries = [*boundaries, request.shared_prefix_boundary]
-        # No window before a boundary reaches further than it.
-        reaches_windows = max(boundaries) // self.block_size > start
         found: list[BlockIds] = []
         found_keys: list[Keys] = []
         cached = [*self._nothing_cached]
         for run in self._runs:
-            if run.reach is None:
-                ids, run_keys = joined.array[run.rows, start:end], self._keys_of(run, keys[start:end])
-            elif reaches_windows:
-                chosen = joined.array[run.first, start:end] != NULL_BLOCK_ID
-                retained = run.manager.retained(start, end, boundaries)
-                if retained is not None:
-                    chosen &= retained
-                places = chosen.nonzero()[0] + start
-                if len(places):
-                    joined.note_hashed(int(places[0]), int(places[-1]) + 1)
-                ids, run_keys = joined.array[run.rows, places], self._keys_of(run, keys[places])
-            else:
-                continue
-            if ids.shape[1]:
-                found.append(ids.ravel())
-                found_keys.append(run_keys.ravel())
-                cached[run.rows] = list(ids)
+            places: slice | NDArray[np.int64] = slice(start, end)
+            if run.reach is not None:
+                kept = self._retained(run, joined, start, end, boundaries)
+                if not kept:
+                    continue
+                places = slice(*kept[0]) if len(kept) == 1 else np.concatenate([np.arange(*part) for part in kept])
+            ids = joined.array[run.rows, places]
+            found.append(ids.ravel())
+            found_keys.append(self._keys_of(run, keys[places]).ravel())
+            cached[run.rows] = list(ids)
         if len(found) == 1:
             self.pool.cache(found[0], found_keys[0])
         elif found:
             self.pool.cache(np.concatenate(found), np.concatenate(found_keys))
         return cached
+
+    def _retained(
+        self, run: _Run, joined: JoinedTable, start: int, end: int, boundaries: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """The places in [start, end) whose blocks a window's groups keep for hits to come."""
+        assert isinstance(run.manager, SlidingWindowManager)
+        kept = run.manager.retained_places(start, end, boundaries)
+        if not kept:
+            return []
+        if len(kept) > 1:  # in order of place, each once
+            kept = _joined_ranges(kept)
+        row = joined.array[run.first]
+        if not row[kept[0][0]]:
+            # What the window has left behind is null, and comes first.
+            nulls = joined.num_blocks - int(np.count_nonzero(row[: joined.num_blocks]))
+            kept = [(max(first, nulls), last) for first, last in kept if last > nulls]
+        for first, last in kept:
+            joined.note_hashed(first, last)
+        return kept
+
+    def may_have_hash(self, request_id: str, first: int, last: int) -> bool:
+        joined = self._joined[request_id]
+        return first < joined.hashed_until and joined.hashed_from < last
 
     def _keys_of(self, run: _Run, keys: Keys) -> NDArray[np.int64]:
         """The pool's keys in each group of the run."""
@@ -323,7 +339,7 @@ class UniformAttentionCacheManager(KVCacheManager):
             joined.num_blocks = index + 1
         if offset == size - 1 and pool.enable_caching:
             if joined.num_cached != index:
-                self.cache_blocks(request, keys, num_computed + 1)
+                self.cache_blocks(request, np.asarray(keys), num_computed + 1)
                 return True
             # What windows keep is what a replay of the prompt needs.
             joined.num_cached = index + 1
@@ -341,6 +357,17 @@ class UniformAttentionCacheManager(KVCacheManager):
             skipped = manager.skipped_tokens(num_local) // self.block_size
             least += max(required - max(skipped, len(blocks)), 0)
         return least
+
+
+def _joined_ranges(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same places, in order, each in one range only."""
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if joined and first <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], last))
+        else:
+            joined.append((first, last))
+    return joined
 
 
 def _runs_of(managers: Sequence[KVGroupManager]) -> list[_Run]:

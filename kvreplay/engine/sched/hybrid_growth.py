@@ -30,11 +30,24 @@ class HybridGrowth:
 
     def grow_all(self, members: list[Request]) -> None:
         """There are enough blocks for all."""
-        for request in members:
-            done = self._step(request)
-            assert done, request
+        scheduler = self._scheduler
+        if scheduler.connector is None and not scheduler.log.wants_blocks and scheduler.kv.leaves_unseen:
+            self._grow_quietly(members)
+        else:
+            for request in members:
+                done = self._step(request)
+                assert done, request
         if members:
             self._end()
+
+    def _grow_quietly(self, members: list[Request]) -> None:
+        """Nobody must hear of each block, or see what a window leaves behind."""
+        scheduler = self._scheduler
+        step, decode_step, settle = scheduler.step, scheduler.kv.decode_step, self._lockstep.settle
+        for request in members:
+            settle(request, step)
+            done = decode_step(request, request.lockstep_keys, request.num_computed_tokens)
+            assert done, request
 
     def grow(self, request: Request) -> bool:
         """What the member's step does to its blocks. False if the pool is too small now."""

@@ -40,6 +40,8 @@ class SlidingWindowManager(KVGroupManager):
         num_blocks = max_length // self.block_size
         if num_blocks > len(block_keys):  # hashes that cover tokens to come are fewer than blocks
             raise EngineFatal("IndexError", "list index out of range")
+        if num_blocks <= 0:
+            return group.none()
         need = self._blocks_for_hit(drop_eagle_block=False)
         if self.rules.hit_alignment == self.block_size and not drop_eagle_block and 0 < need <= num_blocks:
             # As a rule the last window is there, or nothing of it.
@@ -48,6 +50,8 @@ class SlidingWindowManager(KVGroupManager):
                 outside = np.zeros(num_blocks - need, np.int64)
                 return [np.concatenate([outside, ids]) for ids in tail], num_blocks * self.block_size
         found = group.find(block_keys[:num_blocks])
+        if not np.count_nonzero(found[0]):
+            return group.none()
         start, length = self._rightmost_run(found[0] != NULL_BLOCK_ID, drop_eagle_block=drop_eagle_block)
         if drop_eagle_block and length:
             length = self._aligned(length - 1)
@@ -81,6 +85,15 @@ class SlidingWindowManager(KVGroupManager):
         return num_blocks - num_blocks % max(self.rules.hit_alignment // self.block_size, 1)
 
     # -- caching ----------------------------------------------------------------------------------------------
+
+    def retained_places(self, start: int, end: int, boundaries: Sequence[int]) -> list[tuple[int, int]]:
+        """The same as places, [first, last) each, for retention of what a replay of the prompt needs, and no drafts."""
+        assert self.rules.retention_interval == 0
+        alignment = self.rules.hit_alignment
+        need = self._blocks_for_hit(drop_eagle_block=False)
+        ends = [boundary // alignment * alignment // self.block_size for boundary in boundaries]
+        kept = [(max(tail_end - need, start), min(tail_end, end)) for tail_end in ends]
+        return [(first, last) for first, last in kept if first < last]
 
     def retained(self, start: int, end: int, boundaries: Sequence[int]) -> Mask | None:
         alignment, interval = self.rules.hit_alignment, self.rules.retention_interval
