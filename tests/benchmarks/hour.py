@@ -38,6 +38,7 @@ class Cost(NamedTuple):
     wall_s: float
     cpu_s: float
     peak_mib: float
+    user_s: float
 
 
 def measured(command: Sequence[str], core: int) -> Cost:
@@ -57,7 +58,7 @@ def measured(command: Sequence[str], core: int) -> Cost:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)}\nexits {process.returncode}:\n{errors.decode()}")
-    return Cost(wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
+    return Cost(wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, usage.ru_utime)
 
 
 def replay(trace: Path, case: str, limit: int) -> list[str]:

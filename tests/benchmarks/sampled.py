@@ -26,6 +26,10 @@ PARTS: dict[str, tuple[str, ...]] = {
     "block pool and tables": (
         "kv/block_pool",
         "kv/block_table",
+        "kv/joined_tables",
+        "kv/group_keys",
+        "kv/attention_managers",
+        "kv/uniform_manager",
         "kv/block_list",
         "kv/cache_manager",
         "kv/managers",

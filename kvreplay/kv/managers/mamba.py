@@ -228,23 +228,36 @@ class AlignedMambaManager(MambaManager):
             mask |= index == boundary // alignment * alignment // self.block_size - 1
         return mask
 
+    def _retains_none(self, start: int, end: int, boundaries: Sequence[int]) -> bool:
+        """Whether `retained` keeps none of these, where that can be told at a glance."""
+        if self.rules.retention_interval != 0:
+            return False
+        alignment, size = self.rules.hit_alignment, self.block_size
+        return not any(start < boundary // alignment * alignment // size <= end for boundary in boundaries)
+
     def cache_blocks(self, request: Hashable, keys: Keys, num_tokens: int, boundaries: Sequence[int]) -> BlockIds:
-        before = self._num_cached(request)
-        cached = super().cache_blocks(request, keys, num_tokens, boundaries)
-        after = self._num_cached(request)
+        table = self.table(request.request_id)
+        before = max(table.num_cached, 0)
+        cached = NO_BLOCKS
+        end = min(num_tokens, request.num_tokens - self.rules.num_hash_lookahead_tokens) // self.block_size
+        if before < end:
+            if self._retains_none(before, end, self._reachable(request, boundaries)):
+                table.num_cached = end
+            else:
+                cached = super().cache_blocks(request, keys, num_tokens, boundaries)
+        after = max(table.num_cached, 0)
         self._cache_running_state(request, keys, num_tokens)
         if after > before:
-            for block_id in self.tables[request.request_id].ids[before:after].tolist():
+            for block_id in table.ids[before:after].tolist():
+                if block_id == NULL_BLOCK_ID:
+                    continue
                 key = int(self.pool.keys[block_id])
-                if block_id == NULL_BLOCK_ID or key == NO_KEY:
+                if key == NO_KEY:
                     continue
                 self._keys_of_step.add(key)
                 state = BoundaryState(self.group, block_id, int(self.pool.key_tokens[block_id]))
                 self._boundary_states.append((request.request_id, state))
         return cached
-
-    def _num_cached(self, request: Hashable) -> int:
-        return max(self.table(request.request_id).num_cached, 0)
 
     def _cache_running_state(self, request: Hashable, keys: Keys, num_tokens: int) -> None:
         """A chunk that ends at the prompt's last hash boundary leaves a state that can be hit there, though it lies
@@ -292,8 +305,13 @@ class AlignedMambaManager(MambaManager):
 
     def _free_range(self, table: BlockTable, first: int, last: int) -> None:
         ids = table.ids[first:last]
-        freed = ids[ids != NULL_BLOCK_ID][::-1].copy()
-        if len(freed):
+        held = ids.nonzero()[0]
+        if len(held) == 1:
+            block_id = int(ids[held[0]])
+            ids[held[0]] = NULL_BLOCK_ID
+            self.pool.free_one(block_id)
+        elif len(held):
+            freed = ids[held[::-1]]
             ids[:] = NULL_BLOCK_ID
             self.pool.free_blocks(freed)
 
