@@ -4,9 +4,9 @@
     python -m tests.benchmarks.hybrids --repeat 3      the fastest of three of each
     python -m tests.benchmarks.hybrids --limit 2000    only the hour's first requests
 
-User CPU time of whole processes, turn and turn about, and its ratio to the one group's. Eight instances that keep up with
-the traffic, with aborts, preemptions, resets and a crash; and one that is overloaded several times over, without faults.
-Contents are checked. A pool has the same number of blocks in all; a hybrid's blocks are the pages of all its groups.
+User CPU time of whole processes, turn and turn about, and its ratio to the one group's. Eight instances that keep up
+with the traffic, with aborts, preemptions, resets and a crash; and one that is overloaded several times over, without
+faults. Contents are checked. All pools have the same number of blocks; a hybrid's are pages of all its groups.
 """
 
 import argparse
