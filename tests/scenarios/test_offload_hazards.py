@@ -9,15 +9,18 @@ from dataclasses import replace
 import pytest
 
 from kvreplay.behaviour import profile
+from kvreplay.connectors.simple_cpu.config import SimpleCpuConfig
 from kvreplay.events import DETAIL_BLOCKS, ListSink
 from kvreplay.faults.plan import make_plan
+from kvreplay.ids import NS_PER_MS
 from kvreplay.kv.specs import CIRCULAR_BUFFER, MAMBA, MAMBA_ALIGN, SLIDING_WINDOW, KVCacheGroupSpec
 from kvreplay.replay.cluster import Cluster, RunSettings
-from kvreplay.replay.config import ReplayConfig
+from kvreplay.replay.config import ConnectorConfig, ReplayConfig
 from kvreplay.replay.offload import Offload
+from kvreplay.replay.simple_cpu import SimpleCpu
 from kvreplay.trace.workload import Workload
 from tests.scenarios.offload_stage import TEXT, hybrid, offloading, there_and_back
-from tests.scenarios.stage import Play, play, request, workload
+from tests.scenarios.stage import Play, play, request, role, single, workload
 
 FULL = KVCacheGroupSpec(block_size=4, bytes_per_token=1)
 STATES = KVCacheGroupSpec(kind=MAMBA, block_size=4, mamba_cache_mode=MAMBA_ALIGN, state_bytes=4)
@@ -362,3 +365,53 @@ class TestO1TwoRequestsPromoteIntoATierWithoutRoomForBoth:
         (node,) = played.cluster.nodes
         assert isinstance(node.offload, Offload)
         assert not (node.offload.cpu.chunks.ref_counts > 0).any()  # no pin is left
+
+
+class TestH4RanksWithDifferentChunks:
+    """LMCache#1467: of four ranks one has less. A chunk counts when every rank has it, and for none if one failed."""
+
+    def play(self, fault: str, behaviour: str) -> Play:
+        """The second half of the prompt of `a` is a job of its own."""
+        config = offloading(scheduler={"max_num_batched_tokens": 8})
+        config = replace(config, topology=replace(config.topology, tp=4))
+        return play(config, there_and_back(), fault, behaviour=behaviour, recompute=True)
+
+    def test_what_one_rank_failed_to_store_no_rank_loads(self) -> None:
+        fault = "offload.store-dma-fail:request=a,rank=2,nth=2"
+        played = self.play(fault, "ideal")
+        assert all_finish(played)
+        assert [event.num_tokens for event in played.of("load.started", request_id="b")] == [8]
+        assert crashes(self.play(fault, "vllm-0.33"))[0][0] == "AssertionError"
+
+    @pytest.mark.parametrize("behaviour", ["vllm-0.33", "ideal"])
+    def test_what_one_rank_has_not_reported_is_waited_for(self, behaviour: str) -> None:
+        played = self.play("offload.ack-late:request=a,rank=2,nth=2,delay=900ms", behaviour)
+        assert all_finish(played)
+        (load,) = played.of("load.started", request_id="b")
+        assert load.num_tokens == 16
+        assert load.time_ns > 900 * NS_PER_MS
+
+
+class TestH2LookedUpAgainAndAgainAndThenAborted:
+    """vllm#42372: what a lookup has pinned is let go by the next one, and by an abort."""
+
+    def test_nothing_stays_pinned(self) -> None:
+        connector = ConnectorConfig(kind="simple_cpu", options=SimpleCpuConfig(cpu_bytes_to_use=64 * 4))
+        config = replace(single(role(num_gpu_blocks=17)), connector=connector)
+        requests = workload(
+            request("a", 0, prompt_tokens=16, text=TEXT),
+            request("f", 100, prompt_tokens=48, output_tokens=14),  # leaves no room for `b`
+            request("b", 150, prompt_tokens=16, text=TEXT),
+            aborts=[("b", 220)],
+        )
+        played = play(config, requests)
+        assert not played.violations
+        assert played.ends()["b"][0] == "aborted"
+        # The longer it waits, the less of its prompt is left on the GPU, and the more is found behind that.
+        assert [event.num_tokens for event in played.of("lookup", request_id="b")] == [0, 4, 8]
+        assert not played.of("load.started", request_id="b")
+        (node,) = played.cluster.nodes
+        assert isinstance(node.offload, SimpleCpu)
+        pool = node.offload.scheduler.pool
+        assert pool.num_cached_keys >= 4
+        assert not (pool.ref_counts[1:] > 0).any()
