@@ -7,18 +7,13 @@ from typing import Any, Final
 import msgspec
 
 from kvreplay.behaviour import profile
+from kvreplay.conformance.mooncake_engine import ScriptedEngine
+from kvreplay.conformance.mooncake_front import BootstrapFront
 from kvreplay.conformance.mooncake_memory import page_bytes
 from kvreplay.conformance.mooncake_scenario import SIDES, Scenario
 from kvreplay.conformance.mooncake_side import Conditions, Side
 from kvreplay.conformance.mooncake_transcript import Transcript
-from kvreplay.conformance.mooncake_wire import (
-    BootstrapFront,
-    Proxy,
-    Rules,
-    ScriptedEngine,
-    SteadyNetwork,
-    seconds,
-)
+from kvreplay.conformance.mooncake_wire import Proxy, Rules, SteadyNetwork, seconds
 from kvreplay.conformance.mooncake_world import WIRE, SocketWorld, VirtualWorld, World
 from kvreplay.conformance.vector import Json
 from kvreplay.connectors.mooncake.structs import STRAY_FRAMES

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any, Final
 
+from kvreplay.conformance.mooncake_shown import shown_metadata
 from kvreplay.conformance.mooncake_transcript import Transcript
 from kvreplay.conformance.vector import Json, UnsupportedVectorError
 from kvreplay.engine.config import SchedulerConfig
@@ -126,8 +127,6 @@ class ScheduledHalf:
         self.note_state(record)
 
     def _shown_schedule(self, out: SchedulerOutput) -> dict[str, Json]:
-        from kvreplay.conformance.mooncake_side import shown_metadata
-
         record: dict[str, Json] = {}
         scheduled = {share.request.request_id: [share.start, share.num_tokens] for share in out.shares}
         if scheduled:

@@ -5,11 +5,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from kvreplay.behaviour import Behaviour
+from kvreplay.conformance.mooncake_engine import ScriptedEngine
+from kvreplay.conformance.mooncake_front import RegisteredServer
 from kvreplay.conformance.mooncake_memory import ByteMemory, layer_names, layout_of, make_tensors
 from kvreplay.conformance.mooncake_scenario import NUM_KV_HEADS, ROLES, Env, Scenario
 from kvreplay.conformance.mooncake_scheduled import ScheduledHalf
+from kvreplay.conformance.mooncake_shown import shown_entries, shown_metadata, shown_output, state_of
 from kvreplay.conformance.mooncake_transcript import Transcript, worker_log
-from kvreplay.conformance.mooncake_wire import REAL, RegisteredServer, ScriptedEngine, Timing
+from kvreplay.conformance.mooncake_wire import REAL, Timing
 from kvreplay.conformance.vector import Json
 from kvreplay.connectors.mooncake.bootstrap import BootstrapServer
 from kvreplay.connectors.mooncake.config import MooncakeConfig
@@ -429,7 +432,7 @@ class Side:
             transcript.add("entries", p=entries)
             transcript.unmark("entry:")
             transcript.mark(
-                f"entry:{name}:{transfer_id}:{_state_of(entry)}"
+                f"entry:{name}:{transfer_id}:{state_of(entry)}"
                 for name, of_worker in entries.items()
                 for transfer_id, entry in of_worker.items()
             )
@@ -469,43 +472,3 @@ def config_of(env: Env, num_workers: int) -> MooncakeConfig:
         connector_timeout=env.http,
         num_workers=num_workers,
     )
-
-
-def shown_metadata(metadata: MooncakeConnectorMetadata) -> dict[str, Json]:
-    shown: dict[str, Json] = {}
-    if metadata.reqs_to_recv:
-        shown["to_recv"] = {
-            engine_id: {name: [meta.transfer_id, meta.local_block_ids] for name, meta in metas.items()}
-            for engine_id, metas in metadata.reqs_to_recv.items()
-        }
-    if metadata.reqs_to_send:
-        shown["to_send"] = {name: [transfer_id, ids] for name, (transfer_id, ids) in metadata.reqs_to_send.items()}
-    if metadata.reqs_not_processed:
-        shown["not_processed"] = sorted(metadata.reqs_not_processed)
-    return shown
-
-
-def shown_output(output: KVConnectorOutput) -> dict[str, Json]:
-    names = ("finished_sending", "finished_recving", "failed_recving", "invalid_block_ids")
-    return {name: sorted(ids) for name in names if (ids := getattr(output, name))}
-
-
-def shown_entries(producer: Producer) -> dict[str, Json]:
-    return {
-        transfer_id: {
-            "p_req_id": entry.p_req_id,
-            "ready": entry.ready,
-            "blocks": entry.local_block_ids,
-            "expires": entry.ready,
-            "need_send": entry.need_send,
-            "sent": entry.sent,
-            "sending": entry.sending,
-        }
-        for transfer_id, entry in producer.entries.items()
-    }
-
-
-def _state_of(entry: Json) -> str:
-    if entry["ready"]:
-        return "ready"
-    return "announced" if entry["p_req_id"] else "placeholder"

@@ -1,8 +1,5 @@
-"""Where a scenario's faults act: proxies before the producer's sockets, a front before its bootstrap server, and the
-transfer engine's script.
-"""
+"""Proxies before the producer's sockets, where faults on pulls and replies act; and how long things take."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -12,9 +9,6 @@ import msgspec
 from kvreplay.conformance.mooncake_scenario import matches
 from kvreplay.conformance.mooncake_transcript import Transcript
 from kvreplay.conformance.vector import Json
-from kvreplay.connectors.mooncake.bootstrap import BootstrapServer
-from kvreplay.connectors.mooncake.discovery import CLOSED
-from kvreplay.connectors.mooncake.structs import BootstrapAnswer, BootstrapQuery, WriteData
 from kvreplay.ids import NS_PER_MS, NS_PER_S
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.envelope import (
@@ -22,11 +16,8 @@ from kvreplay.sim.envelope import (
     BOOTSTRAP_REGISTERED,
     PULL_REPLY,
     PULL_REQUEST,
-    WRITE_DATA,
-    Delivery,
     Envelope,
 )
-from kvreplay.transport.machine import StateMachine
 
 Rule = Mapping[str, Any]
 
@@ -314,192 +305,3 @@ def _forged_reply(fields: Json, rule: Rule) -> bytes:
                 del edited[name]
     edited.update(rule.get("set", {}))
     return msgspec.msgpack.encode(edited)
-
-
-# -- bootstrap --------------------------------------------------------------------------------------------
-
-
-class BootstrapFront:
-    """Answers queries by script, or as the real server does, with the proxies' addresses for the workers'."""
-
-    def __init__(
-        self, script: Sequence[Rule], server: BootstrapServer | None, bus: Bus, transcript: Transcript
-    ) -> None:
-        self._script = list(script)
-        self._server = server
-        self._bus = bus
-        self._transcript = transcript
-        self._number = 0
-        bus.listen("BOOT/bootstrap", self._receive)
-
-    def _receive(self, envelope: Envelope) -> None:
-        query: BootstrapQuery = envelope.payload
-        self._number += 1
-        number = self._number
-        rule: Rule = {"act": "pass"}
-        if self._script:
-            rule = self._script[0] if self._script[0].get("sticky") else self._script.pop(0)
-        act = rule["act"]
-        if act == "close":
-            self._transcript.add("http", ["http"], req=query.path, n=number, act=act)
-            self._answer(envelope, BootstrapAnswer(error=CLOSED))
-        elif act == "hang":
-            self._transcript.add("http", ["http"], req=query.path, n=number, act=act, s=rule["s"])
-            self._later(rule["s"], lambda: self._answer(envelope, BootstrapAnswer(error=CLOSED)))
-        else:
-            answer = self._scripted(rule, query)
-            self._later(rule.get("delay", 0), lambda: self._send(envelope, number, act, answer))
-
-    def _scripted(self, rule: Rule, query: BootstrapQuery) -> BootstrapAnswer:
-        if rule["act"] == "status":
-            return BootstrapAnswer(rule["code"], rule.get("body", "{}").encode())
-        if rule["act"] == "body":
-            body = rule["body"]
-            return BootstrapAnswer(200, (body if isinstance(body, str) else json.dumps(body)).encode())
-        if self._server is None:
-            return BootstrapAnswer(error=CLOSED)
-        real = self._server.answer(query)
-        if real.status != 200:
-            return real
-        engines = json.loads(real.body or b"{}")
-        for engine in engines.values():
-            for stages in engine["worker_addr"].values():
-                for stage, address in stages.items():
-                    if not address.endswith(REAL):
-                        return BootstrapAnswer(error=CLOSED)  # no proxy stands for it
-                    stages[stage] = address.removesuffix(REAL)
-        if rule["act"] == "edit":
-            _edit_engines(engines, rule)
-        return BootstrapAnswer(200, json.dumps(engines).encode())
-
-    def _send(self, query: Envelope, number: int, act: str, answer: BootstrapAnswer) -> None:
-        if answer.error is None:
-            body = (answer.body or b"").decode()
-            path = query.payload.path
-            self._transcript.add("http", ["http"], req=path, n=number, act=act, code=answer.status, body=body)
-        self._answer(query, answer)
-
-    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
-        self._bus.loop.call_later(seconds(delay_s), action)
-
-    def _answer(self, query: Envelope, answer: BootstrapAnswer) -> None:
-        self._bus.post(
-            replace(query, kind=BOOTSTRAP_ANSWER, source=query.destination, destination=query.source, payload=answer)
-        )
-
-
-def _edit_engines(engines: dict[str, Any], rule: Rule) -> None:
-    for engine in engines.values():
-        if "rename" in rule:
-            engine["engine_id"] = rule["rename"]
-        for rank in rule.get("drop_tp", ()):
-            engine["worker_addr"].pop(str(rank), None)
-        for rank, stage in rule.get("drop_pp", ()):
-            engine["worker_addr"][str(rank)].pop(str(stage), None)
-        if "addr" in rule:
-            for stages in engine["worker_addr"].values():
-                stages.update(dict.fromkeys(stages, rule["addr"]))
-    if "drop_dp" in rule:
-        engines.pop(str(rule["drop_dp"]), None)
-    engines.update(rule.get("add", {}))
-
-
-class RegisteredServer:
-    """A bootstrap server behind an address, as a state machine's owner."""
-
-    def __init__(self, server: StateMachine, bus: Bus, host: str) -> None:
-        self._server = server
-        self._bus = bus
-        bus.listen(f"{host}/bootstrap", self._receive)
-
-    def _receive(self, envelope: Envelope) -> None:
-        self._server.handle(envelope, self._bus.loop.now_ns)
-        for answer in self._server.outbox:
-            self._bus.post(answer)
-        self._server.outbox.clear()
-
-
-# -- the transfer engine ----------------------------------------------------------------------------------
-
-
-class ScriptedEngine:
-    """Every engine write passes here (`sim.envelope.Interceptor`): it is recorded, and goes as the script says."""
-
-    kinds = frozenset({WRITE_DATA})
-
-    def __init__(
-        self, script: Sequence[Rule], transcript: Transcript, transit_ns: int, poke: Callable[[int, int], None]
-    ) -> None:
-        self._script = script
-        self._transit_ns = transit_ns
-        self._transcript = transcript
-        self._poke = poke
-        self._calls: dict[str, int] = {}
-
-    def start_up_result(self, worker: str, call: str) -> int:
-        """What `initialize` or `register` returns."""
-        for rule in self._script:
-            if rule.get("call") == call and matches(rule.get("on", "*"), worker):
-                result: int = rule.get("ret", -1)
-                return result
-        return 0
-
-    def intercept(self, envelope: Envelope, now_ns: int) -> list[Delivery] | None:
-        worker = envelope.source.removesuffix(REAL)
-        data: WriteData = envelope.payload
-        number = self._calls[worker] = self._calls.get(worker, 0) + 1
-        rule = self._rule_for(worker, number)
-        descriptors = [list(piece.descriptor) for _, piece in data.plan.descriptors(data.segments)]
-        told = {"rule": dict(rule)} if rule else {}
-        keys = [f"write:{worker}", "write"]
-        self._transcript.add(
-            "engine", keys, who=worker, call="write", n=number, session=data.session, desc=descriptors, **told
-        )
-        return self._deliveries(envelope, rule, worker, number, descriptors)
-
-    def has_passed(self, kind: str, conversation: str) -> bool:
-        return False
-
-    def hold(self, delivery: Delivery, release: Callable[[], None]) -> None:
-        raise AssertionError("nothing waits for events here")
-
-    def _rule_for(self, worker: str, number: int) -> Rule:
-        for rule in self._script:
-            if matches(rule.get("on", "*"), worker) and rule.get("call", number) in (number, "*"):
-                return rule
-        return {}
-
-    def _deliveries(
-        self, envelope: Envelope, rule: Rule, worker: str, number: int, descriptors: list[list[int]]
-    ) -> list[Delivery]:
-        data: WriteData = envelope.payload
-        delay_ns = seconds(rule.get("delay", 0))
-        extent = {"all": len(descriptors), "none": 0}.get(rule.get("copy", "all"), rule.get("copy"))
-        bytes_land = replace(data, lands=slice(0, extent), returns=False)
-        returns = replace(data, lands=slice(0, 0), raises=rule.get("raise"))
-        landing_ns = delay_ns + seconds(rule.get("late", 0))
-        self._after(landing_ns, lambda: self._on_landed(rule, worker, number, descriptors))
-        self._after(delay_ns, lambda: self._on_returned(rule, worker, number))
-        result = rule.get("ret", 0)
-        return [
-            Delivery(replace(envelope, payload=bytes_land), landing_ns),
-            Delivery(replace(envelope, payload=returns, write_result=result), delay_ns),
-        ]
-
-    def _after(self, delay_ns: int, action: Callable[[], None]) -> None:
-        """Just after a delivery with that delay has arrived."""
-        loop = self._transcript.loop
-        loop.call_later(self._transit_ns + delay_ns + 1, action)
-
-    def _on_landed(self, rule: Rule, worker: str, number: int, descriptors: list[list[int]]) -> None:
-        for offset, value in rule.get("corrupt", ()):
-            self._poke(descriptors[0][1] + offset, value)
-        if "late" in rule:
-            self._transcript.add("engine", ["late_land"], who=worker, call="late_land", n=number)
-
-    def _on_returned(self, rule: Rule, worker: str, number: int) -> None:
-        if "raise" in rule:
-            self._transcript.add("engine", who=worker, call="write_end", n=number, raised=rule["raise"])
-        else:
-            keys = [f"write_end:{worker}", "write_end"]
-            self._transcript.add("engine", keys, who=worker, call="write_end", n=number, ret=rule.get("ret", 0))

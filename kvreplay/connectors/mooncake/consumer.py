@@ -9,12 +9,12 @@ from kvreplay.connectors.mooncake import log
 from kvreplay.connectors.mooncake.addresses import SCHEME, instance_of
 from kvreplay.connectors.mooncake.config import MooncakeConfig
 from kvreplay.connectors.mooncake.coverage import Coverage
-from kvreplay.connectors.mooncake.discovery import Discovery, Query
+from kvreplay.connectors.mooncake.discovery import Discovery, Query, by_server, of_first
 from kvreplay.connectors.mooncake.identity import WorkerIdentity
 from kvreplay.connectors.mooncake.layout import KVLayout
 from kvreplay.connectors.mooncake.log import LogSink
 from kvreplay.connectors.mooncake.memory import RankMemory
-from kvreplay.connectors.mooncake.ranks import target_ranks
+from kvreplay.connectors.mooncake.ranks import select_peers
 from kvreplay.connectors.mooncake.settlement import Pull, Reports, make_settlement
 from kvreplay.connectors.mooncake.stats import MooncakeStats
 from kvreplay.connectors.mooncake.structs import (
@@ -212,21 +212,11 @@ class Consumer:
         ]
 
     def _ask_bootstrap(self, engine_id: str, metas: dict[str, PullReqMeta], now_ns: int) -> None:
-        for url, of_url in self._by_server(metas):
+        for url, of_url in by_server(metas) if self._hears_exceptions else of_first(metas):
             if isinstance(url, str):
                 self._discovery.ask(url, (engine_id, of_url), now_ns)
             elif self._hears_exceptions:
                 self._fail_unasked(engine_id, of_url, f"no bootstrap server at {url!r}")
-
-    def _by_server(self, metas: dict[str, PullReqMeta]) -> list[tuple[object, dict[str, PullReqMeta]]]:
-        """A batch by the bootstrap servers that its requests name. vLLM asks one for all: that of the first."""
-        if not self._hears_exceptions or len(metas) == 1:
-            return [(next(iter(metas.values())).remote_bootstrap_addr, metas)]
-        by_url: dict[str, tuple[object, dict[str, PullReqMeta]]] = {}
-        for req_id, meta in metas.items():
-            url: object = meta.remote_bootstrap_addr
-            by_url.setdefault(repr(url), (url, {}))[1][req_id] = meta
-        return list(by_url.values())
 
     def _on_resolved(self, query: Query, now_ns: int) -> None:
         for engine_id, metas in query.waiting:
@@ -277,17 +267,10 @@ class Consumer:
         """Every producer rank that holds a part of what this rank needs."""
         by_tp_rank = self._discovery.addresses(engine_id)
         assert by_tp_rank is not None
-        ranks = self._ranks
-        tp_ranks = target_ranks(ranks.tp_rank, ranks.tp_size, len(by_tp_rank))
-        selected: dict[int, list[int]] = {}
-        for tp_rank in tp_ranks:
-            by_pp_rank = by_tp_rank[tp_rank]
-            # With as many stages as this engine its own stage is enough; otherwise layer names tell what is whose.
-            is_same_cut = ranks.pp_size == len(by_pp_rank) and ranks.pp_rank in by_pp_rank
-            selected[tp_rank] = [ranks.pp_rank] if is_same_cut else sorted(by_pp_rank)
+        selected = select_peers(self._ranks, by_tp_rank)
         if self._log is not None and self._log.debug:
-            self._line(log.DEBUG, log.PULL_STARTED, engine_id, tp_ranks, selected)
-        return [by_tp_rank[tp_rank][pp_rank] for tp_rank in tp_ranks for pp_rank in selected[tp_rank]]
+            self._line(log.DEBUG, log.PULL_STARTED, engine_id, list(selected), selected)
+        return [by_tp_rank[tp_rank][pp_rank] for tp_rank, pp_ranks in selected.items() for pp_rank in pp_ranks]
 
     def _send(self, pull: Pull, now_ns: int) -> None:
         identity, ranks = self._identity, self._ranks

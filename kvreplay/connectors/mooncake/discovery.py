@@ -73,6 +73,22 @@ class Query:
         self.handle: int | None = None
 
 
+def of_first(metas: dict[str, PullReqMeta]) -> list[tuple[object, dict[str, PullReqMeta]]]:
+    """The server that a batch asks, and the batch: that which the first of its requests names, as vLLM does."""
+    return [(next(iter(metas.values())).remote_bootstrap_addr, metas)]
+
+
+def by_server(metas: dict[str, PullReqMeta]) -> list[tuple[object, dict[str, PullReqMeta]]]:
+    """A batch by the servers that its requests name; these may be anything."""
+    if len(metas) == 1:
+        return of_first(metas)
+    by_url: dict[str, tuple[object, dict[str, PullReqMeta]]] = {}
+    for req_id, meta in metas.items():
+        url: object = meta.remote_bootstrap_addr
+        by_url.setdefault(repr(url), (url, {}))[1][req_id] = meta
+    return list(by_url.values())
+
+
 class Discovery:
     """Asks bootstrap servers, each at most once at a time, and remembers what they say for good.
 
