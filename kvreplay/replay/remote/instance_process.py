@@ -24,6 +24,7 @@ from kvreplay.replay.cluster import SAMPLE_NS, topology_of
 from kvreplay.replay.config_load import config_from_json
 from kvreplay.replay.ends import Ends
 from kvreplay.replay.findings import LiveFindings
+from kvreplay.replay.network import LinkNetwork
 from kvreplay.replay.node import Leg, Node, Surroundings, instance_names
 from kvreplay.replay.remote import messages
 from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
@@ -68,6 +69,7 @@ class InstanceProcess:
             is_open=self._is_open,
             find_target=self._find_target,
             tells_of_gone_peers=behaviour["pull_wait"] == "bounded",
+            network=LinkNetwork(config.network),
         )
         self.bus.update_directory(setup.endpoints)
         self.injector = Injector(make_plan(setup.faults), setup.seed, self._sink, loop, self.bus)
