@@ -15,7 +15,7 @@ from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.cache_manager import KVCacheManager
-from kvreplay.kv.managers.base import KVGroupManager
+from kvreplay.kv.managers.base import NO_BLOCKS, KVGroupManager, Mask
 from kvreplay.kv.specs import cdiv
 
 if TYPE_CHECKING:
@@ -26,19 +26,19 @@ def longest_valid_prefix(
     recovery: Recovery, requests: Iterable[Request], invalid: BlockIds, scheduled: Mapping[str, int]
 ) -> tuple[list[str], list[int]]:
     scheduler = recovery.scheduler
-    bad = invalid[invalid != NULL_BLOCK_ID]
+    is_bad = scheduler.pool.membership(invalid[invalid != NULL_BLOCK_ID])
     affected: list[str] = []
     for request in list(requests):
         tables = scheduler.kv.block_arrays(request.request_id)
         computed_before = request.num_computed_tokens - scheduled.get(request.request_id, 0)
-        held_bad = _bad_blocks(scheduler.kv, tables, bad, computed_before)
+        held_bad = _bad_blocks(scheduler.kv, tables, is_bad, computed_before)
         if not held_bad:
             continue
         limit = computed_before
         if request.status is RequestStatus.RUNNING and computed_before > request.admitted_at:
             # It has computed on what it read there, also what no window reaches back from any more.
-            limit = _first_bad(scheduler.kv, tables, bad, limit)
-        kept = _valid_tokens(scheduler.kv, request, bad, computed_before, limit)
+            limit = _first_bad(scheduler.kv, tables, is_bad, limit)
+        kept = _valid_tokens(scheduler.kv, request, is_bad, computed_before, limit)
         affected.append(request.request_id)
         recovery.note_failed_load(request, computed_before, kept, "blocks", held_bad)
         recovery.forget_taint(request)
@@ -54,28 +54,28 @@ def longest_valid_prefix(
     return affected, []
 
 
-def _bad_blocks(kv: KVCacheManager, tables: Sequence[BlockIds], bad: BlockIds, computed: int) -> list[int]:
+def _bad_blocks(kv: KVCacheManager, tables: Sequence[BlockIds], is_bad: Mask, computed: int) -> list[int]:
     """Those of a request's blocks that hold what it had computed before this step. Others it writes anew anyway."""
     held = [
         ids[: cdiv(computed, manager.block_size)] if manager.spec.is_attention else ids
         for ids, manager in zip(tables, kv.managers, strict=True)
     ]
-    return [block_id for ids in held for block_id in ids[np.isin(ids, bad)].tolist()]
+    return [block_id for ids in held for block_id in ids[is_bad[ids]].tolist()]
 
 
-def _first_bad(kv: KVCacheManager, tables: Sequence[BlockIds], bad: BlockIds, computed: int) -> int:
+def _first_bad(kv: KVCacheManager, tables: Sequence[BlockIds], is_bad: Mask, computed: int) -> int:
     """Where the first bad block of any group begins."""
     for ids, manager in zip(tables, kv.managers, strict=True):
-        places = np.isin(ids, bad).nonzero()[0]
+        places = is_bad[ids].nonzero()[0]
         if len(places):
             computed = min(computed, int(places[0]) * manager.block_size)
     return computed
 
 
-def _valid_tokens(kv: KVCacheManager, request: Request, bad: BlockIds, computed: int, limit: int) -> int:
+def _valid_tokens(kv: KVCacheManager, request: Request, is_bad: Mask, computed: int, limit: int) -> int:
     """The longest prefix of `computed` tokens, no longer than `limit`, that the request can go on from."""
     columns = [
-        _Column(manager, request, bad)
+        _Column(manager, request, is_bad)
         for manager in kv.managers
         if manager.spec.prefix_cacheable  # the others are computed again, or empty at such a place
     ]
@@ -91,10 +91,10 @@ def _valid_tokens(kv: KVCacheManager, request: Request, bad: BlockIds, computed:
 class _Column:
     """One group's blocks of a request, and how many of them cannot be gone on from, counted from the start."""
 
-    def __init__(self, manager: KVGroupManager, request: Request, bad: BlockIds) -> None:
+    def __init__(self, manager: KVGroupManager, request: Request, is_bad: Mask) -> None:
         table = manager.tables.get(request.request_id)
-        ids = table.ids if table is not None else bad[:0]
-        is_unusable = np.isin(ids, bad) | (ids == NULL_BLOCK_ID)
+        ids = table.ids if table is not None else NO_BLOCKS
+        is_unusable = is_bad[ids] | (ids == NULL_BLOCK_ID)
         self._manager = manager
         self._num_unusable = np.concatenate([[0], np.cumsum(is_unusable)])
         self._num_blocks = len(ids)

@@ -134,14 +134,14 @@ class Recovery:
             self.evict(to_evict, running)
         return failed_parked + [request_id for request_id in failed_running if request_id not in failed_parked]
 
-    @staticmethod
-    def _preempted_since(out: SchedulerOutput, invalid: BlockIds) -> list[str]:
+    def _preempted_since(self, out: SchedulerOutput, invalid: BlockIds) -> list[str]:
         """Who has been preempted while the step was in flight, and in it has sampled from a bad block of its own."""
+        is_invalid = self.scheduler.pool.membership(invalid)
         return [
             share.request.request_id
             for share in out.shares
             if share.request.status is RequestStatus.PREEMPTED
-            and any(np.isin(block_ids, invalid).any() for block_ids in share.new_blocks)
+            and any(is_invalid[block_ids].any() for block_ids in share.new_blocks)
         ]
 
     def _parked(self) -> list[Request]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvreplay.engine.request import Request
 from kvreplay.errors import EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
@@ -37,12 +35,12 @@ def whole_request(
     A running request keeps its tables, also where they have null blocks.
     """
     kv = recovery.scheduler.kv
-    bad = invalid[invalid != NULL_BLOCK_ID]
+    is_bad = recovery.scheduler.pool.membership(invalid[invalid != NULL_BLOCK_ID])
     affected: list[str] = []
     downstream: dict[int, None] = {}
     for request in requests:
         tables = kv.block_arrays(request.request_id)
-        held_bad = [block_id for ids in tables for block_id in ids[np.isin(ids, bad)].tolist()]
+        held_bad = [block_id for ids in tables for block_id in ids[is_bad[ids]].tolist()]
         if not held_bad:
             continue
         affected.append(request.request_id)
