@@ -48,7 +48,6 @@ class Scheduler(AdmissionLayer):
         accounts: RecomputeAccounts | None = None,
     ) -> None:
         super().__init__(config, kv, connector, sampler, log, options, accounts)
-        self._use_lockstep_of_groups()
         self.recovery = Recovery(self, recompute=options.recompute_load_failures, rules=options.failure_rules)
 
     # =========================================================================================================

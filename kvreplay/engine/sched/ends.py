@@ -5,14 +5,14 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvreplay.engine.request import Request, RequestStatus
-from kvreplay.engine.sched.lockstep_layer import LockstepLayer
+from kvreplay.engine.sched.hybrid_growth import HybridLockstepLayer
 from kvreplay.engine.sched.state import Scan
 from kvreplay.errors import EngineFatal
 from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.cache_manager import BlocksOfRequest
 
 
-class EndsLayer(LockstepLayer):
+class EndsLayer(HybridLockstepLayer):
     """Requests leave, blocks come back."""
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[Request]:

@@ -5,10 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvreplay.engine.lockstep import EventLockstep
 from kvreplay.engine.output import SchedulerOutput, Share
 from kvreplay.engine.request import Request
-from kvreplay.engine.sched.hybrid_growth import HybridGrowth
 from kvreplay.engine.sched.state import Misfit, Scan, SchedulerState
 from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.block_pool import BlockIds
@@ -17,14 +15,6 @@ from kvreplay.kv.block_table import BlockTable
 
 class LockstepLayer(SchedulerState):
     """Steps in which nobody is touched, and back."""
-
-    _hybrid_growth: HybridGrowth | None = None
-
-    def _use_lockstep_of_groups(self) -> None:
-        """Windows, states and several groups grow their own way."""
-        if self._decode_events is not None:
-            assert isinstance(self.lockstep, EventLockstep)
-            self._hybrid_growth = HybridGrowth(self, self.lockstep, self._decode_events)
 
     @property
     def _must_step(self) -> bool:
@@ -108,7 +98,7 @@ class LockstepLayer(SchedulerState):
             return True
         if self._scan is not Scan.BLOCKED:
             return False
-        if self._hybrid_growth is not None:
+        if self._decode_events is not None:
             return self._still_does_not_fit()  # members with windows give blocks back as they go
         return not self._output_is_shared
 
@@ -136,8 +126,6 @@ class LockstepLayer(SchedulerState):
 
     def steps_until_shortage(self, step: int, limit: int) -> int:
         """How many steps from `step` on, up to `limit`, lockstep can take without running out of free blocks."""
-        if self._hybrid_growth is not None:
-            return self._hybrid_growth.steps_until_shortage(step, limit)
         block_size = self.kv.block_size
         rounds, free = divmod(self.pool.num_free, len(self._decoding))
         steps = rounds * block_size
@@ -228,8 +216,6 @@ class LockstepLayer(SchedulerState):
 
     @property
     def _growth(self) -> Callable[[list[Request]], None]:
-        if self._hybrid_growth is not None:
-            return self._hybrid_growth.grow_all
         return self._grow_openly if self._grows_openly else self._grow_quietly
 
     @property

@@ -153,12 +153,11 @@ class RunningLayer(EndsLayer):
 
     def _grow(self, request: Request, out: SchedulerOutput) -> bool:
         """The same for one, at the expense of the last admitted if need be. False if it had to give up itself."""
-        growth = self._hybrid_growth
-        while not (self.pool.num_free if growth is None else growth.grow(request)):
+        while not self._can_grow(request):
             victim = self._victim()
             self._take_back(victim, out)
             if victim is request:
                 return False
-        if growth is None:
+        if self._decode_events is None:
             self._grow_all([request])
         return True
