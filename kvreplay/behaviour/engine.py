@@ -109,6 +109,17 @@ ENGINE: Final = (
         ideal="progress",
     ),
     switch(
+        "padded_decodes",
+        "scheduler.py schedule: pad_spec_decode, long_prefill_token_threshold",
+        {
+            "capped": "an admitted request with one token left is padded for drafts, and then cut to the threshold of "
+            "long prefills: where that is smaller the engine dies",
+            "whole": "it is not padded where that would be cut",
+        },
+        v0_33="capped",
+        ideal="whole",
+    ),
+    switch(
         "block_estimates",
         "single_type_kv_cache_manager.py get_num_blocks_to_allocate; scheduler.py: reserved blocks of loads",
         {

@@ -22,6 +22,8 @@ class SchedulerRules:
     """With overlapping steps: what later steps in flight compute for a request whose sample was dropped is dropped."""
     never_cuts_to_nothing: bool = False
     """A chunk that alignment and drafters leave nothing of is aligned otherwise."""
+    pads_whole_only: bool = False
+    """A request with one token left is not padded for drafts where the threshold of long prefills would cut that."""
     exact_estimates: bool = False
     """Blocks that a request will need are not counted short."""
     stops_before_last_token: bool = False
@@ -37,6 +39,7 @@ class SchedulerRules:
             retries_afresh=behaviour["failed_load_retry"] == "afresh",
             rolls_back_dropped=behaviour["dropped_samples"] == "roll_back",
             never_cuts_to_nothing=behaviour["aligned_lookahead"] == "progress",
+            pads_whole_only=behaviour["padded_decodes"] == "whole",
             exact_estimates=behaviour["block_estimates"] == "exact",
             stops_before_last_token=behaviour["whole_prompt_load"] == "stop_before",
             looks_at_whole_chunks=behaviour["chunked_local_hits"] == "whole_chunk",

@@ -32,6 +32,15 @@ def test_ideal_reads_nothing_wrong_and_survives(layout: str) -> None:
         assert broken(random_workload(seed, layouts=[layout], features=FEATURES), "ideal") == set(), seed
 
 
+def test_drafts_that_a_threshold_cuts_kill_no_ideal_engine() -> None:
+    """One token left, padded for three drafts, and long prefills cut to three tokens."""
+    workload = random_workload(940, layouts=["full_two_swa"], features=("spec",))
+    assert broken(workload, "ideal") == set()
+    capped = profile("ideal").with_switch("padded_decodes=capped")
+    findings = CheckedDriver(read_workload(workload), capped).check()
+    assert {finding.checker for finding in findings} == {"NO-FATAL"}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_real_engine_accounts_for_every_block(layout: str) -> None:
     for seed in SEEDS:

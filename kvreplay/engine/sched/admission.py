@@ -265,7 +265,7 @@ class AdmissionLayer(RunningLayer):
             admission.computed -= admission.num_replay
         budget = self._budget_left(out)
         num_tokens = request.num_tokens - admission.computed
-        is_padded = self._is_padded(admission, num_tokens, out)
+        is_padded = self._is_padded(admission, num_tokens, threshold, out)
         if is_padded:
             num_tokens = 1 + self._num_spec_tokens
             if num_tokens > budget:
@@ -290,7 +290,7 @@ class AdmissionLayer(RunningLayer):
         admission.num_drafts = self._num_spec_tokens if is_padded else 0
         return None
 
-    def _is_padded(self, admission: _Admission, num_tokens: int, out: SchedulerOutput) -> bool:
+    def _is_padded(self, admission: _Admission, num_tokens: int, threshold: int, out: SchedulerOutput) -> bool:
         """Whether a request with one token left gets placeholders for drafts, so that the batch stays uniform."""
         padded = 1 + self._num_spec_tokens
         return (
@@ -299,6 +299,7 @@ class AdmissionLayer(RunningLayer):
             and not out.prefill_scheduled
             and (any(not share.admitted for share in out.shares) or admission.computed > 0)
             and admission.computed + padded + 1 <= self.config.max_model_len
+            and not (self.rules.pads_whole_only and 0 < threshold < padded)
         )
 
     def _allocate_admission(self, admission: _Admission) -> tuple[BlockIds, ...] | None:
