@@ -71,7 +71,8 @@ class StoreBuilder:
         self._on_allocation_failure = on_allocation_failure
         self._clamps_aborted = behaviour.abort_clamp == "blocks"
         self._keeps_last_at_end = behaviour.eagle_lookup == "narrow"
-        self._ends_matter = any(group.is_windowed or group.is_drafter for group in layout.groups)
+        of_tables = [layout.groups[index] for index in mirrored]
+        self._ends_matter = any(group.is_windowed or group.is_drafter for group in of_tables)
         """Whether a request's end has more to offer than its last step: of windows and drafters."""
         self.masks = tuple(
             StoreMask(
