@@ -27,17 +27,26 @@ def longest_valid_prefix(
 ) -> tuple[list[str], list[int]]:
     scheduler = recovery.scheduler
     is_bad = scheduler.pool.membership(invalid[invalid != NULL_BLOCK_ID])
+    built_on_bad = scheduler.pool.membership(invalid[:0])
     affected: list[str] = []
     for request in list(requests):
         tables = scheduler.kv.block_arrays(request.request_id)
         computed_before = request.num_computed_tokens - scheduled.get(request.request_id, 0)
+        is_bad |= built_on_bad
+        is_bad[NULL_BLOCK_ID] = False
         held_bad = _bad_blocks(scheduler.kv, tables, is_bad, computed_before)
         if not held_bad:
             continue
-        limit = computed_before
+        limit = computed_from = computed_before
         if request.status is RequestStatus.RUNNING and computed_before > request.admitted_at:
             # It has computed on what it read there, also what no window reaches back from any more.
             limit = _first_bad(scheduler.kv, tables, is_bad, limit)
+            computed_from = max(limit, request.admitted_at)
+        if request.status is RequestStatus.RUNNING:
+            # Whoever came later may have hit what it has computed, and not the block that was bad to begin with.
+            for ids, manager in zip(tables, scheduler.kv.managers, strict=True):
+                if manager.spec.prefix_cacheable:
+                    built_on_bad |= scheduler.pool.membership(ids[computed_from // manager.block_size :])
         kept = _valid_tokens(scheduler.kv, request, is_bad, computed_before, limit)
         affected.append(request.request_id)
         recovery.note_failed_load(request, computed_before, kept, "blocks", held_bad)

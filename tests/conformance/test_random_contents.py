@@ -40,9 +40,9 @@ def cannot_go_on(driver: CheckedDriver, workload: Any) -> bool:  # noqa: ANN401 
     if not scheduler.config.enable_chunked_prefill and head.num_tokens > scheduler.config.token_budget:
         return True
     kept = sum(kv.num_blocks_held(request.request_id) for request in requests if request.status.is_finished)
-    # A state, or a window, needs no more than this; what it reaches last is what it needs with its output.
     most = head.num_prompt_tokens + min(head.max_tokens, head.num_output_tokens + 1)
     need = kv.num_blocks_to_finish(head.request_id, most, 0, scheduler._num_step_slots)
+    need += sum(spec.is_aligned_mamba for spec in kv.groups)  # the state that the next one is made from
     return need + kv.watermark_blocks > kv.pool.num_blocks - 1 - kept
 
 
@@ -64,6 +64,11 @@ def test_drafts_that_a_threshold_cuts_kill_no_ideal_engine() -> None:
     capped = profile("ideal").with_switch("padded_decodes=capped")
     findings = CheckedDriver(read_workload(workload), capped).check()
     assert {finding.checker for finding in findings} == {"NO-FATAL"}
+
+
+def test_who_hits_what_was_computed_on_a_bad_block_in_the_same_step_is_not_taken_in() -> None:
+    """It has hit the window's last blocks only, so that it holds none that was reported."""
+    assert broken(random_workload(53, layouts=["swa"], features=FEATURES), "ideal") == set()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
