@@ -6,8 +6,9 @@ The wall clock is read here, by the processes' supervisor, and by what hangs up 
 """
 
 from collections.abc import Callable
+from mmap import mmap
 from time import monotonic
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 from kvreplay.ids import NS_PER_S
 from kvreplay.sim.event_loop import Action, EventLoop
@@ -15,6 +16,7 @@ from kvreplay.sim.event_loop import Action, EventLoop
 Source: TypeAlias = Any
 """A ZeroMQ socket, a file descriptor, or what has a `fileno`."""
 
+INSTANT_BYTES: Final = 8
 _MAX_STEPS: Final = 2000
 """Actions between two looks at the sockets."""
 
@@ -32,16 +34,31 @@ class Pace:
         return max(0.0, self._start_s + time_ns / (self._scale * NS_PER_S) - monotonic())
 
 
-class PacedLoop:
-    """Drives an `EventLoop` as far as it is granted, and the sockets beside it."""
+class Instant(Protocol):
+    """One number, at index 0."""
 
-    def __init__(self, loop: EventLoop) -> None:
+    def __getitem__(self, index: int, /) -> int: ...
+    def __setitem__(self, index: int, value: int, /) -> None: ...
+
+
+def shared_instant(fd: int) -> Instant:
+    """The instant in this file, of which a process that maps it, too, sees every change at once."""
+    return memoryview(mmap(fd, INSTANT_BYTES)).cast("q")
+
+
+class PacedLoop:
+    """Drives an `EventLoop` as far as it is granted, and the sockets beside it.
+
+    `granted`: up to where, which several loops may share. A message that another one has sent at that instant must
+    never find it where it was before.
+    """
+
+    def __init__(self, loop: EventLoop, granted: Instant | None = None) -> None:
         # Imported where sockets live: a run in virtual time needs none.
         import zmq
 
         self.loop = loop
-        self.clock_ns = 0
-        """Virtual time up to which timers run, and at which what comes from outside arrives."""
+        self._granted: Instant = [0] if granted is None else granted
         self._marked_s = monotonic()
         self._poller = zmq.Poller()
         self._in, self._out = int(zmq.POLLIN), int(zmq.POLLOUT)
@@ -50,7 +67,12 @@ class PacedLoop:
 
     def grant(self, time_ns: int) -> None:
         """Let timers run up to this instant."""
-        self.clock_ns = max(self.clock_ns, time_ns)
+        self._granted[0] = max(self._granted[0], time_ns)
+
+    @property
+    def clock_ns(self) -> int:
+        """Virtual time up to which timers run, and at which what comes from outside arrives."""
+        return self._granted[0]
 
     @property
     def is_due(self) -> bool:

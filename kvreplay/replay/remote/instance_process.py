@@ -31,7 +31,7 @@ from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelop
 from kvreplay.sim.event_loop import EventLoop
 from kvreplay.trace.reader import read_trace
 from kvreplay.trace.workload import read_workload
-from kvreplay.transport.paced import PacedLoop
+from kvreplay.transport.paced import Instant, PacedLoop, shared_instant
 from kvreplay.transport.pipes import FramedPipes
 
 _MAX_WAIT_S = 0.2
@@ -139,7 +139,7 @@ class InstanceProcess:
         self._num_heard += 1
         match message:
             case messages.Grant():
-                self._paced.grant(message.time_ns)
+                pass  # it is there already: this is to wake up
             case messages.Directory():
                 self.bus.update_directory(message.endpoints, message.gone)
             case messages.Arrival():
@@ -250,16 +250,17 @@ class InstanceProcess:
 class Child:
     """The process: made before anything is known, and gone when its supervisor is."""
 
-    def __init__(self, read_fd: int, write_fd: int) -> None:
+    def __init__(self, read_fd: int, write_fd: int, granted: Instant) -> None:
         self._loop = EventLoop()
         self._instance: InstanceProcess | None = None
         self._is_orphan = False
         self._pipes: FramedPipes
         self._paced: PacedLoop
         self._fds = (read_fd, write_fd)
+        self._granted = granted
 
     def run(self) -> int:
-        self._paced = PacedLoop(self._loop)
+        self._paced = PacedLoop(self._loop, self._granted)
         self._pipes = FramedPipes(self._paced, *self._fds, self._hear, self._orphan)
         try:
             while not self._is_over:
@@ -300,7 +301,7 @@ def main() -> int:
     # Nothing but messages goes to the supervisor: who prints does so to stderr.
     write_fd = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    return Child(sys.stdin.fileno(), write_fd).run()
+    return Child(sys.stdin.fileno(), write_fd, shared_instant(int(sys.argv[1]))).run()
 
 
 if __name__ == "__main__":

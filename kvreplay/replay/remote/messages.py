@@ -33,9 +33,7 @@ class Setup(_Message):
 
 
 class Grant(_Message):
-    """Nothing is on its way anywhere: virtual time goes on to here."""
-
-    time_ns: int
+    """Nothing was on its way anywhere: virtual time has gone on, and may be read where all share it."""
 
 
 class Directory(_Message):

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from time import monotonic
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from kvreplay.events import Event, EventSink
 from kvreplay.faults.injector import Injector
 from kvreplay.faults.record import FaultStatistics
 from kvreplay.faults.topology import check_possible
-from kvreplay.ids import NS_PER_MS, NS_PER_S
+from kvreplay.ids import NS_PER_S
 from kvreplay.kv.content_index import ContentIndex
 from kvreplay.replay.cluster import RunSettings, Watch, bootstrap_url_of, path_timers_ns, topology_of
 from kvreplay.replay.config import Role
@@ -35,7 +36,7 @@ from kvreplay.sim.bus import Bus, owner_of
 from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
 from kvreplay.sim.event_loop import FOREVER_NS, EventLoop
 from kvreplay.trace.workload import Workload
-from kvreplay.transport.paced import Pace, PacedLoop
+from kvreplay.transport.paced import INSTANT_BYTES, Pace, PacedLoop, shared_instant
 from kvreplay.transport.pipes import FramedPipes
 from kvreplay.transport.traffic import Ledger
 
@@ -45,8 +46,6 @@ _ANSWER_S: Final = 60.0
 _GOODBYE_S: Final = 3.0
 _LOST_S: Final = 10.0
 """What has been on its way for so long while nobody did anything will not come any more."""
-_WINDOW_NS: Final = NS_PER_MS
-"""Instants as close as that go by together: a message may take so long."""
 _MAX_WAIT_S: Final = 0.05
 _MARGIN_S: Final = 120.0
 _REQUEST_S: Final = 1.0
@@ -78,7 +77,13 @@ class RemoteNode:
         self.account: messages.Account | None = None
         self._cluster = cluster
         self._live: dict[str, None] = {}
-        self.process = subprocess.Popen([sys.executable, "-m", _MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        clock_fd = cluster.clock_file.fileno()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", _MODULE, str(clock_fd)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[clock_fd],
+        )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.pipes = FramedPipes(
@@ -211,7 +216,9 @@ class RemoteCluster:
         self._topology = topology_of(config, workload)
         check_possible(settings.plan, self._topology)
         self.loop = EventLoop()
-        self.paced = PacedLoop(self.loop)
+        self.clock_file = TemporaryFile()  # noqa: SIM115 - open as long as the cluster, and without a name
+        self.clock_file.truncate(INSTANT_BYTES)
+        self.paced = PacedLoop(self.loop, shared_instant(self.clock_file.fileno()))
         self._nodes: dict[str, RemoteNode] = {}
         self.bus = _ProxyBus(self.loop, self._nodes)
         self.injector = Injector(settings.plan, settings.seed, sink, self.loop, self.bus)
@@ -327,6 +334,7 @@ class RemoteCluster:
             self._bootstrap.close()
         for node in self._nodes.values():
             node.end()
+        self.clock_file.close()
 
     def _play(self, watch: Watch | None) -> None:
         """Until nothing but daemons is left anywhere, and nothing is on its way."""
@@ -364,10 +372,9 @@ class RemoteCluster:
         if wait_s > 0:
             self._turn(min(wait_s, _MAX_WAIT_S))
             return
-        grant = messages.Grant(time_ns=next_ns + _WINDOW_NS)
+        self.paced.grant(next_ns)  # for all at once: who is woken first may send to who still sleeps
         for node in self._nodes.values():
-            node.tell(grant)
-        self.paced.grant(grant.time_ns)
+            node.tell(messages.Grant())
 
     def _turn(self, max_wait_s: float) -> None:
         self.paced.turn(max_wait_s)
