@@ -157,6 +157,10 @@ class ContentIndex:
         self._num_contents[request] += 1
         return RequestContent(self, request)
 
+    def output_digests(self, requests: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> WordArray:
+        """`RequestContent.output_digest` of many: request → the digest of its first `num_tokens` output tokens."""
+        return mix64_arrays(self._output_hashes[requests], num_tokens.astype(np.uint64))
+
     def is_generated_key(self, keys: KeyArray) -> NDArray[np.bool_]:
         """Which of these keys stand for blocks that end in generated tokens."""
         return keys >= self.generated_key_start

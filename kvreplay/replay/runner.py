@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvreplay.checkers.finding import RANK_AGREE, Finding
 from kvreplay.checkers.frames import routes, rows_of
+from kvreplay.checkers.output_equal import DigestsOf
 from kvreplay.checkers.trace_checkers import check_trace
 from kvreplay.errors import TraceError
 from kvreplay.events import DETAIL_BLOCKS, DETAIL_RUN, Event
@@ -24,7 +25,6 @@ from kvreplay.replay.cluster import Cluster, RunSettings, path_timers_ns
 from kvreplay.replay.config import ReplayConfig, Role
 from kvreplay.replay.config_load import LoadedConfig
 from kvreplay.replay.presets import find_trace
-from kvreplay.replay.sampler import expected_output_hash
 from kvreplay.sim.envelope import RANK_REPORT
 from kvreplay.trace.digest import file_digest
 from kvreplay.trace.reader import Trace, read_trace
@@ -254,14 +254,12 @@ def _fault_behind(finding: Finding, blame: Blame, pair: Iterable[str | None]) ->
     return handle if handle is not None else blame.lasting_at([name for name in pair if name is not None])
 
 
-def _digests(index: ContentIndex, workload: Workload) -> Callable[[Sequence[str], NDArray[np.int64]], list[int]]:
+def _digests(index: ContentIndex, workload: Workload) -> DigestsOf:
     places = {arrival.request_id: place for place, arrival in enumerate(workload.arrivals)}
 
-    def digests(request_ids: Sequence[str], num_tokens: NDArray[np.int64]) -> list[int]:
-        return [
-            expected_output_hash(index.content(places[request_id]), count)
-            for request_id, count in zip(request_ids, num_tokens.tolist(), strict=True)
-        ]
+    def digests(request_ids: Sequence[str], num_tokens: NDArray[np.int64]) -> NDArray[np.uint64]:
+        requests = np.fromiter((places[request_id] for request_id in request_ids), np.int64, len(request_ids))
+        return index.output_digests(requests, num_tokens)
 
     return digests
 

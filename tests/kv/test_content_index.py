@@ -184,6 +184,8 @@ def test_requests_with_the_same_whole_prompt_share_their_output() -> None:
     assert shorter.block_keys.tolist() == same.block_keys[:4].tolist()
     assert same.output_digest(3) == shorter.output_digest(3) != same.output_digest(4)
     assert other.output_digest(3) != same.output_digest(3)
+    together = index.output_digests(np.array([1, 2, 0]), np.array([3, 3, 4]))
+    assert together.tolist() == [shorter.output_digest(3), other.output_digest(3), same.output_digest(4)]
     assert [same.output_is_shared, shorter.output_is_shared, other.output_is_shared] == [True, True, False]
 
 
