@@ -91,6 +91,13 @@ def test_conversations_of_all_instances_are_counted_together() -> None:
 
 
 @pytest.mark.slow
+def test_two_runs_over_sockets_have_the_same_events() -> None:
+    arguments = ["client-aborts", "--inject", "timeout:p=0.3", *QUICK, "--transport", "zmq", "--time-scale", "1000"]
+    first, second = (run(*arguments)["fingerprint"] for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
