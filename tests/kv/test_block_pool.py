@@ -241,6 +241,40 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.free_blocks(ids(*ordered))
         self.reference.free_blocks(ordered)
 
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def give_back_in_turns(self, data: st.DataObject) -> None:
+        """As a request that has its blocks in several groups."""
+        table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        cut = data.draw(st.integers(0, len(table)))
+        are_clean = all(self.reference.ref_counts[b] == 1 and b not in self.reference.key_of for b in table)
+        self.pool.free_in_turns([ids(*table[:cut]), ids(*table[cut:])], are_clean=are_clean)
+        self.reference.free_blocks(table[:cut])
+        self.reference.free_blocks(table[cut:])
+
+    @rule(groups=st.integers(1, 4))
+    def take_column(self, groups: int) -> None:
+        """A block in the third place of each group, of five places."""
+        count = min(groups, self.pool.num_free)
+        view = np.zeros(5 * max(count, 1), np.int64).data
+        self.pool.take_column(view, 2, 5, count)
+        expected = self.reference.get_new_blocks(count)
+        assert view.tolist()[2::5][:count] == expected
+        self.tables.append(expected)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def give_back_column(self, data: st.DataObject) -> None:
+        """With a null block between them."""
+        table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        place = data.draw(st.integers(0, len(table)))
+        column = [*table[:place], 0, *table[place:]]
+        view = ids(*(entry for block_id in column for entry in (7, block_id))).data
+        self.pool.free_column(view, 1, 2, len(column))
+        assert view.tolist() == [7, 0] * len(column)
+        for block_id in table:
+            self.reference.free_blocks([block_id])
+
     @precondition(lambda self: self.pool.enable_caching)
     @rule(data=st.data())
     def cache(self, data: st.DataObject) -> None:
