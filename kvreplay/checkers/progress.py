@@ -7,12 +7,16 @@ import polars as pl
 from kvreplay.checkers.finding import PROGRESS, Finding
 from kvreplay.checkers.frames import client_ends, routes, rows_of
 from kvreplay.events import DETAIL_RUN
+from kvreplay.ids import NS_PER_S
 
 DETAIL: Final = DETAIL_RUN
 
+_NOT_READY: Final = "Timeout waiting for P side ready."
+"""What a producer answers in the end to a pull of what it has never had ready."""
+
 
 def check_progress(frame: pl.DataFrame) -> list[Finding]:
-    return _check_stalls(frame) + _check_lost(frame)
+    return _check_stalls(frame) + _check_lost(frame) + _check_forgotten(frame)
 
 
 def _check_stalls(frame: pl.DataFrame) -> list[Finding]:
@@ -50,4 +54,43 @@ def _check_lost(frame: pl.DataFrame) -> list[Finding]:
     return [
         Finding(PROGRESS, end_ns, "never ended, and not proven stalled", serving, request_id)
         for request_id, serving in lost.select("request_id", "serving").rows()
+    ]
+
+
+def _check_forgotten(frame: pl.DataFrame) -> list[Finding]:
+    """Pulls that waited to the end of a timeout for a producer whose own leg was aborted, or failed, meanwhile.
+
+    It had dropped what it knew of them, and told nobody who waited for it. Whose client is gone waits for nothing.
+    """
+    leg = ["request_id", "producer"]
+    asked = rows_of(frame, ["pull.sent"], "time_ns", "request_id", "peer").rename({"peer": "producer"})
+    dropped = rows_of(frame, ["request.aborted", "request.failed"], "time_ns", "request_id", "instance").rename(
+        {"instance": "producer"}
+    )
+    given_up = (
+        rows_of(frame, ["pull.settled"], "time_ns", "instance", "request_id", "peer", "cause")
+        .filter(pl.col("cause") == _NOT_READY)
+        .rename({"peer": "producer"})
+    )
+    forgotten = (
+        given_up.join(asked.group_by(leg).agg(asked_ns=pl.col("time_ns").first()), on=leg, maintain_order="left")
+        .join(dropped.group_by(leg).agg(dropped_ns=pl.col("time_ns").last()), on=leg, maintain_order="left")
+        .join(client_ends(frame).select("request_id", end_ns="time_ns"), on="request_id", how="left")
+        .filter(
+            pl.col("dropped_ns").is_between("asked_ns", "time_ns"),
+            pl.col("end_ns").is_null() | (pl.col("end_ns") >= pl.col("time_ns")),
+        )
+        .unique(["instance", "request_id"], keep="first", maintain_order=True)
+        .collect()
+    )
+    return [
+        Finding(
+            PROGRESS,
+            row["time_ns"],
+            f"waited {(row['time_ns'] - row['dropped_ns']) / NS_PER_S:,.0f} s for blocks that {row['producer']} had "
+            "given up",
+            row["instance"],
+            row["request_id"],
+        )
+        for row in forgotten.iter_rows(named=True)
     ]

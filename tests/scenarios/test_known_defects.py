@@ -137,6 +137,9 @@ def test_waiters_of_a_popped_entry_are_not_woken(tmp_path: Path, behaviour: str,
     )
     (end_ns,) = read_trace(output).rows(["request.failed"], ["time_ns"]).column("time_ns").to_pylist()
     assert round(end_ns / NS_PER_S) == seconds
+    assert [(found.checker, found.request_id, found.detail, found.fault) for found in summary.violations] == (
+        [("PROGRESS", "a", "waited 480 s for blocks that P0 had given up", fault)] if seconds else []
+    )
 
 
 def test_of_the_first_healthy_engines_requests_stall_too(tmp_path: Path) -> None:
