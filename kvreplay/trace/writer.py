@@ -109,6 +109,7 @@ class MemoryTrace:
             self._transpose()
         if self._num_pending:
             self._flush(FOREVER_NS)
+        release_memory()
 
     def _flush(self, until_ns: int) -> None:
         """Number the rows before `until_ns`."""
@@ -121,7 +122,6 @@ class MemoryTrace:
         if num_ready:
             self._settled_ns = int(times[num_ready - 1])
             self._number(table.slice(0, num_ready))
-        release_memory()
 
     def _number(self, table: pa.Table) -> None:
         """Give rows their final numbers: from here on they are in order for good."""
