@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from kvreplay.errors import EngineFatal
 from kvreplay.kv.block_pool import NO_KEY, BlockIds, BlockPool, Keys
 from kvreplay.kv.block_table import UNTRACKED, BlockTable
-from kvreplay.kv.cache_manager import NO_DRAFTS, DraftRules, KVCacheManager
+from kvreplay.kv.cache_manager import NO_DRAFTS, DraftRules, KVCacheManager, Slots
 from kvreplay.kv.lookup import FoundPrefix, Hit
 from kvreplay.kv.managers.base import NO_BLOCKS, Hashable
 from kvreplay.kv.specs import KVCacheGroupSpec, cdiv
@@ -38,46 +38,31 @@ class FullAttentionCacheManager(KVCacheManager):
         held = table.num_blocks if table is not None else 0
         return max(cdiv(min(num_tokens, self.max_model_len) + num_draft_slots, self.block_size) - held, 0)
 
-    def allocate_slots(
-        self,
-        request_id: str,
-        *,
-        num_computed_tokens: int,
-        num_tokens: int,
-        num_new_tokens: int,
-        hit: Hit | None = None,
-        num_local_tokens: int = 0,
-        num_external_tokens: int = 0,
-        num_lookahead_tokens: int = 0,
-        num_in_flight_tokens: int = 0,
-        full_sequence_must_fit: bool = False,
-        apply_watermark: bool = False,
-        reserved_blocks: int = 0,
-        loaded_groups: frozenset[int] = frozenset(),
-    ) -> tuple[BlockIds, ...] | None:
-        assert num_new_tokens or num_local_tokens or num_external_tokens, request_id
+    def allocate_slots(self, request_id: str, wanted: Slots) -> tuple[BlockIds, ...] | None:
+        assert wanted.num_new_tokens or wanted.num_local_tokens or wanted.num_external_tokens, request_id
         pool, block_size = self.pool, self.block_size
         tables = self.managers[0].tables
         table = tables.get(request_id)
         held = table.num_blocks if table is not None else 0
-        found = hit[0] if hit is not None else self.no_hit[0]
+        found = wanted.hit[0] if wanted.hit is not None else self.no_hit[0]
         if len(found) and table is not None and table.num_cached != UNTRACKED:
             raise EngineFatal("AssertionError")
         leaving = pool.num_evictable(found) if len(found) else 0
-        if apply_watermark:
+        if wanted.apply_watermark:
             leaving += self.watermark_blocks
         have = held + len(found)
-        if full_sequence_must_fit:
-            needed = max(cdiv(min(num_tokens, self.max_model_len), block_size) - have, 0)
+        if wanted.full_sequence_must_fit:
+            needed = max(cdiv(min(wanted.num_tokens, self.max_model_len), block_size) - have, 0)
             if needed + leaving > pool.num_free:
                 return None
-        end = num_computed_tokens + num_local_tokens + num_external_tokens + num_new_tokens + num_lookahead_tokens
+        computed = wanted.num_computed_tokens + wanted.num_local_tokens + wanted.num_external_tokens
+        end = computed + wanted.num_new_tokens + wanted.num_lookahead_tokens
         required = cdiv(min(end, self.max_model_len), block_size)
-        if max(required - have, 0) + leaving > pool.num_free - reserved_blocks:
+        if max(required - have, 0) + leaving > pool.num_free - wanted.reserved_blocks:
             return None
         if table is None:
             table = tables[request_id] = BlockTable(max(required, have) + 1)
-        if (len(found) or num_external_tokens) and table.num_cached == UNTRACKED:
+        if (len(found) or wanted.num_external_tokens) and table.num_cached == UNTRACKED:
             assert not held, request_id
             if len(found):
                 pool.touch(found)

@@ -41,6 +41,29 @@ class BlocksOfRequest:
         )
 
 
+class Slots(NamedTuple):
+    """What a request asks of the pool, in tokens if nothing else is said.
+
+    `num_local_tokens` were just found in the prefix cache (`hit`), `num_external_tokens` will be written by a
+    connector: into blocks of `loaded_groups` later on, so that they must not be zeroed.
+    """
+
+    num_computed_tokens: int
+    num_tokens: int
+    """Of the whole request, as far as it is known."""
+    num_new_tokens: int
+    hit: Hit | None = None
+    num_local_tokens: int = 0
+    num_external_tokens: int = 0
+    num_lookahead_tokens: int = 0
+    num_in_flight_tokens: int = 0
+    full_sequence_must_fit: bool = False
+    apply_watermark: bool = False
+    reserved_blocks: int = 0
+    """Free blocks that are not for it."""
+    loaded_groups: frozenset[int] = frozenset()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRules:
     """What speculative decoding asks of the cache. Tokens.
@@ -246,49 +269,31 @@ class KVCacheManager:
 
     # -- allocation -------------------------------------------------------------------------------------------
 
-    def allocate_slots(
-        self,
-        request_id: str,
-        *,
-        num_computed_tokens: int,
-        num_tokens: int,
-        num_new_tokens: int,
-        hit: Hit | None = None,
-        num_local_tokens: int = 0,
-        num_external_tokens: int = 0,
-        num_lookahead_tokens: int = 0,
-        num_in_flight_tokens: int = 0,
-        full_sequence_must_fit: bool = False,
-        apply_watermark: bool = False,
-        reserved_blocks: int = 0,
-        loaded_groups: frozenset[int] = frozenset(),
-    ) -> tuple[BlockIds, ...] | None:
+    def allocate_slots(self, request_id: str, wanted: Slots) -> tuple[BlockIds, ...] | None:
         """Slots for `num_new_tokens` more, or None if the pool is too small now.
 
-        `num_local_tokens` were just found in the prefix cache (`hit`), `num_external_tokens` will be written by a
-        connector: into blocks of `loaded_groups` later on, so that they must not be zeroed. Returns the blocks taken
-        for both, per group. The caller caches afterwards.
+        Returns the blocks taken for them, and for what is loaded, per group. The caller caches afterwards.
         """
-        assert num_new_tokens or num_local_tokens or num_external_tokens, request_id
-        local = num_computed_tokens + num_local_tokens
-        total = min(local + num_external_tokens, self.max_model_len)
-        found = self.no_hit if hit is None else hit
-        watermark = self.watermark_blocks if apply_watermark else 0
-        if full_sequence_must_fit:
-            whole = min(num_tokens, self.max_model_len)
+        assert wanted.num_new_tokens or wanted.num_local_tokens or wanted.num_external_tokens, request_id
+        local = wanted.num_computed_tokens + wanted.num_local_tokens
+        total = min(local + wanted.num_external_tokens, self.max_model_len)
+        found = self.no_hit if wanted.hit is None else wanted.hit
+        watermark = self.watermark_blocks if wanted.apply_watermark else 0
+        if wanted.full_sequence_must_fit:
+            whole = min(wanted.num_tokens, self.max_model_len)
             needed = self._blocks_to_allocate(request_id, found, Need(whole, total, local, whole, apply_cap=True))
             if needed + watermark > self.pool.num_free:
                 return None
-        main_tokens = total + num_new_tokens
-        need_slot = min(main_tokens + num_lookahead_tokens, self.max_model_len)
+        main_tokens = total + wanted.num_new_tokens
+        need_slot = min(main_tokens + wanted.num_lookahead_tokens, self.max_model_len)
         # Also when the request then fails to get its blocks: what has left the window is not needed.
-        self.remove_skipped_blocks(request_id, max(0, total - num_in_flight_tokens))
-        need = Need(need_slot, local + num_external_tokens, local, main_tokens)
-        if self._blocks_to_allocate(request_id, found, need) + watermark > self.pool.num_free - reserved_blocks:
+        self.remove_skipped_blocks(request_id, max(0, total - wanted.num_in_flight_tokens))
+        need = Need(need_slot, local + wanted.num_external_tokens, local, main_tokens)
+        if self._blocks_to_allocate(request_id, found, need) + watermark > self.pool.num_free - wanted.reserved_blocks:
             return None
         external = self.no_hit
-        if num_external_tokens or any(len(blocks) for blocks in found):
-            external = self._adopt(request_id, found, local, num_external_tokens, loaded_groups)
+        if wanted.num_external_tokens or any(len(blocks) for blocks in found):
+            external = self._adopt(request_id, found, local, wanted.num_external_tokens, wanted.loaded_groups)
         new = tuple(manager.allocate_new_blocks(request_id, need_slot, main_tokens) for manager in self.managers)
         if external is self.no_hit:
             return new
@@ -423,7 +428,7 @@ class KVCacheManager:
     def decode_step(self, request: Hashable, keys: Keys, num_computed: int) -> bool:
         """Slots for the token behind `num_computed`, and the hashes of what it fills. False: the pool is too small."""
         new = self.allocate_slots(
-            request.request_id, num_computed_tokens=num_computed, num_tokens=request.num_tokens, num_new_tokens=1
+            request.request_id, Slots(num_computed_tokens=num_computed, num_tokens=request.num_tokens, num_new_tokens=1)
         )
         if new is None:
             return False

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from kvreplay.errors import EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.block_pool import BlockIds, Keys
-from kvreplay.kv.cache_manager import KVCacheManager
+from kvreplay.kv.cache_manager import KVCacheManager, Slots
 from kvreplay.kv.group_keys import group_key
 from kvreplay.kv.joined_tables import JoinedTable
 from kvreplay.kv.lookup import Hit
@@ -82,49 +82,33 @@ class UniformAttentionCacheManager(KVCacheManager):
 
     # -- allocation -------------------------------------------------------------------------------------------
 
-    def allocate_slots(
-        self,
-        request_id: str,
-        *,
-        num_computed_tokens: int,
-        num_tokens: int,
-        num_new_tokens: int,
-        hit: Hit | None = None,
-        num_local_tokens: int = 0,
-        num_external_tokens: int = 0,
-        num_lookahead_tokens: int = 0,
-        num_in_flight_tokens: int = 0,
-        full_sequence_must_fit: bool = False,
-        apply_watermark: bool = False,
-        reserved_blocks: int = 0,
-        loaded_groups: frozenset[int] = frozenset(),
-    ) -> tuple[BlockIds, ...] | None:
-        assert num_new_tokens or num_local_tokens or num_external_tokens, request_id
+    def allocate_slots(self, request_id: str, wanted: Slots) -> tuple[BlockIds, ...] | None:
+        assert wanted.num_new_tokens or wanted.num_local_tokens or wanted.num_external_tokens, request_id
         pool, size = self.pool, self.block_size
         joined = self._joined.get(request_id)
-        local = num_computed_tokens + num_local_tokens
-        total = min(local + num_external_tokens, self.max_model_len)
-        watermark = self.watermark_blocks if apply_watermark else 0
-        found = None if hit is None or not any(len(blocks) for blocks in hit) else hit
-        if full_sequence_must_fit:
-            whole = min(num_tokens, self.max_model_len)
+        local = wanted.num_computed_tokens + wanted.num_local_tokens
+        total = min(local + wanted.num_external_tokens, self.max_model_len)
+        watermark = self.watermark_blocks if wanted.apply_watermark else 0
+        found = None if wanted.hit is None or not any(len(blocks) for blocks in wanted.hit) else wanted.hit
+        if wanted.full_sequence_must_fit:
+            whole = min(wanted.num_tokens, self.max_model_len)
             needed = self._needed(request_id, found, Need(whole, total, local, whole, apply_cap=True))
             if needed + watermark > pool.num_free:
                 return None
-        end = min(total + num_new_tokens + num_lookahead_tokens, self.max_model_len)
-        self.remove_skipped_blocks(request_id, max(0, total - num_in_flight_tokens))
-        need = Need(end, local + num_external_tokens, local, total + num_new_tokens)
-        if self._needed(request_id, found, need) + watermark > pool.num_free - reserved_blocks:
+        end = min(total + wanted.num_new_tokens + wanted.num_lookahead_tokens, self.max_model_len)
+        self.remove_skipped_blocks(request_id, max(0, total - wanted.num_in_flight_tokens))
+        need = Need(end, local + wanted.num_external_tokens, local, total + wanted.num_new_tokens)
+        if self._needed(request_id, found, need) + watermark > pool.num_free - wanted.reserved_blocks:
             return None
         required = cdiv(end, size)
         if joined is None:
             joined = self._join(request_id, required + 1)
-        if found is not None or num_external_tokens:
+        if found is not None or wanted.num_external_tokens:
             if not joined.is_tracked:
                 joined.reserve(required)
                 lengths = self._adopt_hit(joined, found or self.no_hit, total)
-                if num_external_tokens:
-                    return self._extend_for_load(joined, lengths, total, num_external_tokens, required)
+                if wanted.num_external_tokens:
+                    return self._extend_for_load(joined, lengths, total, wanted.num_external_tokens, required)
                 assert lengths.count(lengths[0]) == self._num_groups, "groups hit together"
                 joined.num_blocks = joined.num_cached = lengths[0]
             elif found is not None:

@@ -17,7 +17,7 @@ from kvreplay.checkers.conservation import (
     snapshot_of,
 )
 from kvreplay.kv.block_pool import BlockPool
-from kvreplay.kv.cache_manager import KVCacheManager
+from kvreplay.kv.cache_manager import KVCacheManager, Slots
 from kvreplay.kv.specs import KVCacheGroupSpec
 
 
@@ -188,7 +188,7 @@ def test_a_real_pool_is_sound_at_every_turn() -> None:
     pool = BlockPool(16, 8)
     kv = KVCacheManager([KVCacheGroupSpec(block_size=4)], pool, max_model_len=64, max_in_flight_tokens=64)
     assert check_conservation(snapshot_of(kv), "D0", 0) == []
-    kv.allocate_slots("r1", num_computed_tokens=0, num_tokens=20, num_new_tokens=20)
+    kv.allocate_slots("r1", Slots(num_computed_tokens=0, num_tokens=20, num_new_tokens=20))
     pool.cache(kv.block_arrays("r1")[0][:3], np.arange(3))
     assert check_conservation(snapshot_of(kv), "D0", 1) == []
     assert [finding.request_id for finding in check_drained(snapshot_of(kv), "D0", 1)] == ["r1"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvreplay.kv.attention_managers import FullAttentionCacheManager, make_cache_manager
 from kvreplay.kv.block_pool import BlockPool
-from kvreplay.kv.cache_manager import BlocksOfRequest, KVCacheManager
+from kvreplay.kv.cache_manager import BlocksOfRequest, KVCacheManager, Slots
 from kvreplay.kv.specs import FULL, SLIDING_WINDOW, KVCacheGroupSpec
 
 BLOCK = 4
@@ -34,7 +34,7 @@ def cache_manager(num_blocks: int = 20, group: KVCacheGroupSpec = FULL_GROUP, **
 
 def allocate(kv: KVCacheManager, request_id: str, num_new_tokens: int, **settings: Any) -> list[int] | None:  # noqa: ANN401
     options: dict[str, Any] = {"num_computed_tokens": 0, "num_tokens": num_new_tokens, **settings}
-    taken = kv.allocate_slots(request_id, num_new_tokens=num_new_tokens, **options)
+    taken = kv.allocate_slots(request_id, Slots(num_new_tokens=num_new_tokens, **options))
     return None if taken is None else taken[0].tolist()
 
 
@@ -203,15 +203,17 @@ class Life:
             return
         taken = self.kv.allocate_slots(
             request_id,
-            num_computed_tokens=0,
-            num_tokens=num_tokens,
-            num_new_tokens=new,
-            hit=hit,
-            num_local_tokens=num_local,
-            num_external_tokens=external,
-            full_sequence_must_fit=options["gate"],
-            apply_watermark=options["gate"],
-            reserved_blocks=options["reserved"],
+            Slots(
+                num_computed_tokens=0,
+                num_tokens=num_tokens,
+                num_new_tokens=new,
+                hit=hit,
+                num_local_tokens=num_local,
+                num_external_tokens=external,
+                full_sequence_must_fit=options["gate"],
+                apply_watermark=options["gate"],
+                reserved_blocks=options["reserved"],
+            ),
         )
         self.log.append((num_local, None if taken is None else [ids.tolist() for ids in taken]))
         if taken is not None:
@@ -227,10 +229,12 @@ class Life:
             return
         taken = self.kv.allocate_slots(
             request_id,
-            num_computed_tokens=owner.num_tokens,
-            num_tokens=owner.num_tokens + new,
-            num_new_tokens=new,
-            reserved_blocks=options["reserved"],
+            Slots(
+                num_computed_tokens=owner.num_tokens,
+                num_tokens=owner.num_tokens + new,
+                num_new_tokens=new,
+                reserved_blocks=options["reserved"],
+            ),
         )
         self.log.append(None if taken is None else [ids.tolist() for ids in taken])
         if taken is not None:

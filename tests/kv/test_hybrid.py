@@ -8,7 +8,7 @@ import pytest
 from kvreplay.errors import ConfigError
 from kvreplay.kv.attention_managers import make_cache_manager
 from kvreplay.kv.block_pool import BlockPool
-from kvreplay.kv.cache_manager import KVCacheManager
+from kvreplay.kv.cache_manager import KVCacheManager, Slots
 from kvreplay.kv.lookup import FoundPrefix
 from kvreplay.kv.specs import FULL, MAMBA, MAMBA_ALIGN, MLA, SLIDING_WINDOW, SLIDING_WINDOW_MLA, KVCacheGroupSpec
 
@@ -49,7 +49,7 @@ def manager(*groups: KVCacheGroupSpec, num_blocks: int = 100, retention: int | N
 def compute(kv: KVCacheManager, owner: Owner, start: int, end: int) -> None:
     """Tokens [start, end) of the owner."""
     taken = kv.allocate_slots(
-        owner.request_id, num_computed_tokens=start, num_tokens=owner.num_tokens, num_new_tokens=end - start
+        owner.request_id, Slots(num_computed_tokens=start, num_tokens=owner.num_tokens, num_new_tokens=end - start)
     )
     assert taken is not None
     kv.cache_blocks(owner, KEYS, end)
@@ -171,7 +171,7 @@ class TestMambaTables:
 
         def admitted() -> bool:
             taken = kv.allocate_slots(
-                "s", num_computed_tokens=0, num_tokens=40, num_new_tokens=8, hit=found.hit, num_local_tokens=32
+                "s", Slots(num_computed_tokens=0, num_tokens=40, num_new_tokens=8, hit=found.hit, num_local_tokens=32)
             )
             return taken is not None
 
@@ -183,7 +183,9 @@ class TestMambaTables:
         """Spec, 7.9."""
         kv = manager(full(16), mamba(16), num_blocks=50)
         assert (
-            kv.allocate_slots("r", num_computed_tokens=0, num_tokens=160, num_new_tokens=0, num_external_tokens=144)
+            kv.allocate_slots(
+                "r", Slots(num_computed_tokens=0, num_tokens=160, num_new_tokens=0, num_external_tokens=144)
+            )
             is not None
         )
         assert kv.get_block_ids("r") == (list(range(1, 10)), [0] * 8 + [10])
@@ -203,7 +205,7 @@ class TestFiveGroups:
         )
         assert (kv.block_size, kv.rules.hash_block_size) == (256, 4)
         owner = Owner(num_prompt_tokens=600, num_tokens=600)
-        kv.allocate_slots("r", num_computed_tokens=0, num_tokens=600, num_new_tokens=0, num_external_tokens=512)
+        kv.allocate_slots("r", Slots(num_computed_tokens=0, num_tokens=600, num_new_tokens=0, num_external_tokens=512))
         assert kv.get_block_ids("r") == (
             [1, 2],
             [0] * 126 + [3, 4],

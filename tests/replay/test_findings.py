@@ -7,6 +7,7 @@ from kvreplay.engine.suspects import WrongBlock
 from kvreplay.engine.worker import LateWrite
 from kvreplay.events import Event, ListSink
 from kvreplay.ids import NS_PER_S
+from kvreplay.kv.cache_manager import Slots
 from kvreplay.kv.memory import Provenance
 from kvreplay.replay.findings import LiveFindings
 from kvreplay.sim.event_loop import EventLoop
@@ -91,7 +92,7 @@ class TestRecounts:
 
     def test_what_is_held_at_the_end_is_told_by_its_holder(self, stage: Stage) -> None:
         scheduler = stage.instance.scheduler
-        taken = scheduler.kv.allocate_slots("r", num_computed_tokens=0, num_tokens=8, num_new_tokens=8)
+        taken = scheduler.kv.allocate_slots("r", Slots(num_computed_tokens=0, num_tokens=8, num_new_tokens=8))
         assert taken is not None
         stage.findings.check_drained(stage.instance)
         (event,) = stage.told

@@ -10,7 +10,7 @@ from kvreplay.engine.sched.running import RunningLayer
 from kvreplay.engine.sched.state import Misfit, Scan
 from kvreplay.errors import EngineFatal
 from kvreplay.kv.block_pool import BlockIds
-from kvreplay.kv.cache_manager import BlocksOfRequest
+from kvreplay.kv.cache_manager import BlocksOfRequest, Slots
 from kvreplay.kv.lookup import Hit, truncated
 
 
@@ -309,18 +309,20 @@ class AdmissionLayer(RunningLayer):
             loaded = frozenset(range(len(self.kv.groups))) if self.loads_every_group else self._cacheable_groups
         new_blocks = self.kv.allocate_slots(
             request.request_id,
-            num_computed_tokens=request.num_computed_tokens,
-            num_tokens=request.num_tokens,
-            num_new_tokens=max(admission.num_tokens - admission.num_replay, 0),
-            hit=hit,
-            num_local_tokens=admission.num_local,
-            num_external_tokens=admission.num_external,
-            num_lookahead_tokens=0 if admission.is_async else self._num_lookahead_tokens,
-            num_in_flight_tokens=request.num_in_flight_tokens,
-            full_sequence_must_fit=self.config.scheduler_reserve_full_isl,
-            apply_watermark=bool(self.running),
-            reserved_blocks=self._reserved_blocks() + self._step_blocks if admission.is_async else 0,
-            loaded_groups=loaded,
+            Slots(
+                num_computed_tokens=request.num_computed_tokens,
+                num_tokens=request.num_tokens,
+                num_new_tokens=max(admission.num_tokens - admission.num_replay, 0),
+                hit=hit,
+                num_local_tokens=admission.num_local,
+                num_external_tokens=admission.num_external,
+                num_lookahead_tokens=0 if admission.is_async else self._num_lookahead_tokens,
+                num_in_flight_tokens=request.num_in_flight_tokens,
+                full_sequence_must_fit=self.config.scheduler_reserve_full_isl,
+                apply_watermark=bool(self.running),
+                reserved_blocks=self._reserved_blocks() + self._step_blocks if admission.is_async else 0,
+                loaded_groups=loaded,
+            ),
         )
         if new_blocks is not None:
             self._note_allocated(request, new_blocks)

@@ -10,7 +10,7 @@ from typing import Final
 from kvreplay.engine.lockstep import EventLockstep
 from kvreplay.engine.request import Request
 from kvreplay.engine.sched.lockstep_layer import LockstepLayer
-from kvreplay.kv.cache_manager import DecodeEvents
+from kvreplay.kv.cache_manager import DecodeEvents, Slots
 
 _ENOUGH: Final = 1 << 62
 """Nobody waits for blocks: no number of them that come makes a difference."""
@@ -69,7 +69,7 @@ class HybridLockstepLayer(LockstepLayer):
     def _grow_one_openly(self, request: Request, num_computed: int) -> bool:
         """For those who must hear of each block."""
         new_blocks = self.kv.allocate_slots(
-            request.request_id, num_computed_tokens=num_computed, num_tokens=request.num_tokens, num_new_tokens=1
+            request.request_id, Slots(num_computed_tokens=num_computed, num_tokens=request.num_tokens, num_new_tokens=1)
         )
         if new_blocks is None:
             return False

@@ -4,6 +4,7 @@ from kvreplay.engine.output import SchedulerOutput, Share
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.sched.ends import EndsLayer
 from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.cache_manager import Slots
 
 _GROWS, _FILLS, _IS_EXPLICIT = range(3)
 """What there is to do for a running request, in this order where it is more than one thing."""
@@ -115,11 +116,13 @@ class RunningLayer(EndsLayer):
         while True:
             new_blocks = self.kv.allocate_slots(
                 request.request_id,
-                num_computed_tokens=request.num_computed_tokens,
-                num_tokens=request.num_tokens,
-                num_new_tokens=num_tokens,
-                num_lookahead_tokens=self._num_lookahead_tokens,
-                num_in_flight_tokens=request.num_in_flight_tokens,
+                Slots(
+                    num_computed_tokens=request.num_computed_tokens,
+                    num_tokens=request.num_tokens,
+                    num_new_tokens=num_tokens,
+                    num_lookahead_tokens=self._num_lookahead_tokens,
+                    num_in_flight_tokens=request.num_in_flight_tokens,
+                ),
             )
             if new_blocks is not None:
                 self._note_allocated(request, new_blocks)
