@@ -4,7 +4,6 @@ import gc
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -21,6 +20,7 @@ from kvreplay.faults.blame import Blame
 from kvreplay.faults.plan import FaultPlan
 from kvreplay.faults.record import FaultStatistics
 from kvreplay.kv.content_index import ContentIndex
+from kvreplay.kv.torch_import import import_torch
 from kvreplay.replay.cluster import Cluster, RunSettings, path_timers_ns
 from kvreplay.replay.config import ReplayConfig, Role
 from kvreplay.replay.config_load import LoadedConfig
@@ -85,7 +85,7 @@ def settle_imports(config: ReplayConfig) -> None:
     Each would look at every object of torch, some 300,000, none of which is ever garbage.
     """
     if config.kv.check != "off":
-        import_module("torch")
+        import_torch()
     gc.freeze()
 
 
