@@ -6,13 +6,11 @@ import polars as pl
 
 from kvreplay.checkers.finding import PROGRESS, Finding
 from kvreplay.checkers.frames import client_ends, routes, rows_of
+from kvreplay.connectors.mooncake.producer import NOT_READY
 from kvreplay.events import DETAIL_RUN
 from kvreplay.ids import NS_PER_S
 
 DETAIL: Final = DETAIL_RUN
-
-_NOT_READY: Final = "Timeout waiting for P side ready."
-"""What a producer answers in the end to a pull of what it has never had ready."""
 
 
 def check_progress(frame: pl.DataFrame) -> list[Finding]:
@@ -69,7 +67,7 @@ def _check_forgotten(frame: pl.DataFrame) -> list[Finding]:
     )
     given_up = (
         rows_of(frame, ["pull.settled"], "time_ns", "instance", "request_id", "peer", "cause")
-        .filter(pl.col("cause") == _NOT_READY)
+        .filter(pl.col("cause") == NOT_READY)
         .rename({"peer": "producer"})
     )
     forgotten = (

@@ -179,20 +179,20 @@ class EventLockstep(Lockstep):
             end = place + 1
             while end < len(due) and due[end][0] == step:
                 end += 1
-            yield step, [request for _, _, request in due[place:end]]
+            yield step, [entry[-1] for entry in due[place:end]]
             place = end
 
-    def _due(self, first_step: int, num_steps: int) -> Iterator[tuple[int, int, Request]]:
-        """(step, place in running order, member) for those steps in which a member's blocks change: from member to
-        member, where the steps are more than those."""
+    def _due(self, first_step: int, num_steps: int) -> Iterator[tuple[int, int, int, Request]]:
+        """(step, place in running order, place of the residue, member) for those steps in which a member's blocks
+        change: from member to member, where the steps are more than those."""
         period, residues, end_step = self.block_size, self._residues, first_step + num_steps
         for request in self.members.values():
             since = request.lockstep_since
             assert since is not None, request
             ahead = since - request.num_computed_tokens - first_step
-            for residue in residues:
+            for index, residue in enumerate(residues):
                 for step in range(first_step + (ahead + residue) % period, end_step, period):
-                    yield step, request.lockstep_order, request
+                    yield step, request.lockstep_order, index, request
 
     def changes(self, first_step: int, num_steps: int) -> Iterator[tuple[int, list[int]]]:
         """(step, by residue the number of members whose computed tokens are that) for those of the next steps in
@@ -205,14 +205,8 @@ class EventLockstep(Lockstep):
                     yield step, counts
             return
         by_step: dict[int, list[int]] = {}
-        end_step = first_step + num_steps
-        for request in self.members.values():
-            since = request.lockstep_since
-            assert since is not None, request
-            ahead = since - request.num_computed_tokens - first_step
-            for index, residue in enumerate(residues):
-                for step in range(first_step + (ahead + residue) % period, end_step, period):
-                    by_step.setdefault(step, [0] * len(residues))[index] += 1
+        for step, _, index, _ in self._due(first_step, num_steps):
+            by_step.setdefault(step, [0] * len(residues))[index] += 1
         yield from sorted(by_step.items())
 
     def most_changes(self, num_steps: int) -> int:

@@ -40,6 +40,7 @@ _ERROR = MooncakeXferResponseStatus.ERROR
 _LAYOUT_MISS = MooncakeXferResponseStatus.LAYOUT_MISS
 
 NOT_READY = "Timeout waiting for P side ready."
+"""What it answers in the end to a pull of what it has never had ready."""
 DROPPED = "P dropped the request"
 
 
