@@ -16,7 +16,7 @@ from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.cache_manager import KVCacheManager
 from kvreplay.kv.managers.base import NO_BLOCKS, KVGroupManager, Mask
-from kvreplay.kv.specs import cdiv
+from kvreplay.kv.specs import CIRCULAR_BUFFER, cdiv
 
 if TYPE_CHECKING:
     from kvreplay.engine.recovery import Recovery
@@ -88,13 +88,20 @@ def _valid_tokens(kv: KVCacheManager, request: Request, is_bad: Mask, computed: 
         for manager in kv.managers
         if manager.spec.prefix_cacheable  # the others are computed again, or empty at such a place
     ]
-    if limit == computed and all(column.is_valid(computed, is_cut=False) for column in columns):
+    can_go_on = computed % kv.rules.hit_alignment == 0 or not _bad_ring(kv, request, is_bad)
+    if limit == computed and can_go_on and all(column.is_valid(computed, is_cut=False) for column in columns):
         return computed
     longest = min([limit, *(column.longest for column in columns)])
     for num_tokens in range(longest // kv.block_size * kv.block_size, 0, -kv.block_size):
         if all(column.is_valid(num_tokens, is_cut=num_tokens < computed) for column in columns):
             return num_tokens
     return 0
+
+
+def _bad_ring(kv: KVCacheManager, request: Request, is_bad: Mask) -> bool:
+    """Whether what is not compressed yet is lost. Where hits may end, nothing is open."""
+    tables = kv.block_arrays(request.request_id)
+    return any(spec.kind == CIRCULAR_BUFFER and is_bad[ids].any() for spec, ids in zip(kv.groups, tables, strict=True))
 
 
 class _Column:

@@ -24,9 +24,11 @@ from kvreplay.kv.content import WordArray
 from kvreplay.kv.managers.base import KVGroupManager
 from kvreplay.kv.memory import BlockIds as AnyBlockIds
 from kvreplay.kv.memory import History, Provenance
-from kvreplay.kv.specs import MAMBA, KVCacheGroupSpec, cdiv
+from kvreplay.kv.specs import CIRCULAR_BUFFER, MAMBA, KVCacheGroupSpec, cdiv
 
 _NO_LOAD = -1
+_OVERWRITTEN = (MAMBA, CIRCULAR_BUFFER)
+"""Kinds of groups whose blocks take what a step computes in the place of what it goes on from."""
 
 
 class LateWrite(NamedTuple):
@@ -53,14 +55,14 @@ class WorkerModel:
         self._suspects = Suspects()
         self._null_writes: list[WrongBlock] = []
         specs = scheduler.kv.groups
-        self._reads_from = [_first_read(spec) for spec in specs]
+        self._reads_from = [_first_read(spec, scheduler.kv.rules.hit_alignment) for spec in specs]
         self._windows = [manager if _has_window(manager.spec) else None for manager in scheduler.kv.managers]
         self._keeps_all = scheduler.connector is not None or scheduler.config.async_scheduling
         self._window_runs = _runs_of_windows(self._windows)
         self._groups_without_window = [group for group, window in enumerate(self._windows) if window is None]
         self._writes_windows_late = bool(self._window_runs) and not self._keeps_all and not every_read
-        self._state_groups = [group for group, spec in enumerate(specs) if spec.kind == MAMBA]
-        self._token_groups = [group for group, spec in enumerate(specs) if spec.kind != MAMBA]
+        self._state_groups = [group for group, spec in enumerate(specs) if spec.kind in _OVERWRITTEN]
+        self._token_groups = [group for group, spec in enumerate(specs) if spec.kind not in _OVERWRITTEN]
         self.late_writes: list[LateWrite] = []
         self.before_late_write: Callable[[], None] | None = None
         """Brings the scheduler up to this instant: words that were computed before must have been written before."""
@@ -102,7 +104,7 @@ class WorkerModel:
         if len(shares) < len(out.shares):
             self._compute_for_nobody(out)
         if self._state_groups:
-            # A step goes on from a state before it puts its own in the same place.
+            # A step goes on from a state, or a ring, before it puts its own in the same place.
             for share in shares:
                 self._read(share, self._state_groups)
         for share in shares:
@@ -266,7 +268,7 @@ class WorkerModel:
         request.taint |= 1
         hits: list[tuple[Origin, WrongBlock]] = []
         others: list[tuple[Origin, WrongBlock]] = []
-        places = positions // buffers.rows_of(group).block_size
+        places = buffers.rows_of(group).places_of(positions)
         for index in np.unique(places).tolist():
             block_id = int(table[index])
             first = int(positions[places == index][0])
@@ -330,8 +332,9 @@ class WorkerModel:
         """What it loads are the blocks behind its local hits."""
         kv = self.scheduler.kv
         local = request.num_computed_tokens - request.num_external_tokens
-        for table, manager in zip(kv.block_arrays(request.request_id), kv.managers, strict=True):
-            loaded = table[local // manager.block_size :]
+        for group, table in enumerate(kv.block_arrays(request.request_id)):
+            first, _ = self.buffers.rows_of(group).places(local, local + 1)
+            loaded = table[first:]
             self._loading[loaded] = request.arrival_order
             self.buffers.begin_load(loaded)
         self._loading[NULL_BLOCK_ID] = _NO_LOAD
@@ -459,10 +462,17 @@ def _has_window(spec: KVCacheGroupSpec) -> bool:
     return spec.sliding_window is not None or spec.attention_chunk_size is not None
 
 
-def _first_read(spec: KVCacheGroupSpec) -> Callable[[int], int]:
-    """Number of tokens before a token → the first of them that it attends to. Of Mamba: whose state it goes on from."""
+def _first_read(spec: KVCacheGroupSpec, hit_alignment: int) -> Callable[[int], int]:
+    """Number of tokens before a token → the first of them that it attends to. Of Mamba: whose state it goes on from.
+
+    Of a circular buffer: those that are not compressed yet, as far as the next token leaves them room. Hits end where
+    nothing is open, and no compression goes beyond that.
+    """
     if spec.kind == MAMBA:
         return lambda num_tokens: num_tokens - 1
+    if spec.kind == CIRCULAR_BUFFER:
+        room = spec.block_size - 1
+        return lambda num_tokens: max(num_tokens - room, num_tokens // hit_alignment * hit_alignment)
     if spec.sliding_window is not None:
         reach = spec.sliding_window - 1
         return lambda num_tokens: max(num_tokens - reach, 0)

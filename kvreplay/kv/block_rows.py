@@ -110,6 +110,10 @@ class BlockRows:
         found: WordArray = self.words[table[positions // self.block_size], positions % self.block_size // self._unit]
         return found
 
+    def places_of(self, positions: Positions) -> Positions:
+        """Where in a table the word of each of these tokens is."""
+        return positions // self.block_size
+
     def places(self, start: int, end: int) -> tuple[int, int]:
         """Where in a table the words of tokens [start, end) are."""
         return start // self.block_size, cdiv(end, self.block_size)
@@ -173,8 +177,7 @@ class StateRows(BlockRows):
 
 
 class ScratchRows(BlockRows):
-    """A circular buffer: one block for all tokens, each in the place of an earlier one. No prefix hit brings it, so
-    nobody counts on what is in it before it is written: it is never compared."""
+    """A circular buffer: one block for all tokens, each in the place of an earlier one."""
 
     def put(self, table: BlockIds, words: WordArray, start: int, end: int) -> bool:
         kept = min(end - start, self.num_words)
@@ -182,7 +185,17 @@ class ScratchRows(BlockRows):
         return not table[0]
 
     def differing(self, table: BlockIds, expected: WordArray, start: int, end: int) -> Positions | None:
-        return None
+        """Of the last tokens before `end`, as many as there is room for, those whose words are not as expected."""
+        positions: Positions = np.arange(max(start, end - self.num_words), end)
+        differs = self.at(table, positions) != expected[len(expected) - len(positions) :]
+        return positions[differs] if differs.any() else None
+
+    def at(self, table: BlockIds, positions: Positions) -> WordArray:
+        found: WordArray = self.words[table[0], positions % self.num_words]
+        return found
+
+    def places_of(self, positions: Positions) -> Positions:
+        return np.zeros_like(positions)
 
     def places(self, start: int, end: int) -> tuple[int, int]:
         return 0, 1

@@ -144,7 +144,12 @@ class KVBuffers:
             self._forget_history(ids)
 
     def begin_load(self, block_ids: BlockIds) -> None:
-        """A transfer into these blocks begins: whole rows arrive, so there is nothing to prepare."""
+        """A transfer into these blocks begins: what an earlier owner has left in them is nobody's fault any more.
+
+        Where nothing arrives, that is a mistake of its own.
+        """
+        if self.provenance or self.origins:
+            self._forget_history(block_ids)
 
     def _put(self, group: int, block_ids: BlockIds, words: WordArray) -> None:
         self.rows_of(group).overwrite(block_ids, words)

@@ -4,7 +4,7 @@ import pytest
 
 from kvreplay.engine.recovery import LONGEST_VALID_PREFIX, UNPACK_CRASH, WHOLE_REQUEST, FailureRules
 from kvreplay.errors import EngineFatal
-from kvreplay.kv.specs import FULL, MAMBA, MAMBA_ALIGN, MLA, SLIDING_WINDOW, KVCacheGroupSpec
+from kvreplay.kv.specs import CIRCULAR_BUFFER, FULL, MAMBA, MAMBA_ALIGN, MLA, SLIDING_WINDOW, KVCacheGroupSpec
 from tests.engine.bench import Bench, load, sync_load
 
 FULL_AND_MAMBA = (
@@ -14,6 +14,10 @@ FULL_AND_MAMBA = (
 FULL_AND_WINDOW = (
     KVCacheGroupSpec(kind=FULL, block_size=4),
     KVCacheGroupSpec(kind=SLIDING_WINDOW, block_size=4, sliding_window=8),
+)
+FULL_AND_RING = (
+    KVCacheGroupSpec(kind=FULL, block_size=4),
+    KVCacheGroupSpec(kind=CIRCULAR_BUFFER, block_size=8),
 )
 TWO_FULL = (KVCacheGroupSpec(kind=FULL, block_size=4), KVCacheGroupSpec(kind=MLA, block_size=8))
 
@@ -132,6 +136,23 @@ class TestIdeal:
         bench.schedule()
         bench.update(invalid=[0])
         assert bench.computed("r") == 27
+
+    @pytest.mark.parametrize(("loaded", "kept"), [(24, 24), (23, 16), (7, 0)])
+    def test_a_ring_that_is_lost_costs_what_came_since_the_last_place_where_hits_end(
+        self, loaded: int, kept: int
+    ) -> None:
+        """There nothing is left that is not compressed yet, and the ring may be empty."""
+        bench = Bench(
+            groups=FULL_AND_RING,
+            scripts={"r": load(loaded)},
+            recompute=True,
+            failure_rules=FailureRules(hybrid=LONGEST_VALID_PREFIX),
+        )
+        bench.add("r", 26)
+        bench.schedule()
+        (ring,) = bench.tables("r")[1]
+        bench.update(invalid=[ring])
+        assert bench.computed("r") == kept
 
     def test_a_state_that_is_lost_costs_the_whole_load(self) -> None:
         bench = loading(hybrid=LONGEST_VALID_PREFIX)

@@ -45,7 +45,6 @@ TABLES = {
     CHUNKED: ids(21, 22, 23, 24),
     SCRATCH: ids(25),
 }
-COMPARED = [group for group in TABLES if group != SCRATCH]
 
 
 @pytest.fixture
@@ -58,7 +57,7 @@ def wrong(buffers: KVBuffers, group: int, start: int, end: int) -> list[int]:
     return [] if positions is None else positions.tolist()
 
 
-@pytest.mark.parametrize("group", COMPARED)
+@pytest.mark.parametrize("group", TABLES)
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=8))
 def test_written_in_any_pieces_a_prompt_reads_right(group: int, pieces: list[int]) -> None:
@@ -70,7 +69,7 @@ def test_written_in_any_pieces_a_prompt_reads_right(group: int, pieces: list[int
             assert wrong(buffers, group, 0, end) == []
 
 
-@pytest.mark.parametrize("group", COMPARED)
+@pytest.mark.parametrize("group", TABLES)
 def test_what_was_never_written_is_wrong(group: int, buffers: KVBuffers) -> None:
     assert wrong(buffers, group, 0, 8)
 
@@ -80,10 +79,10 @@ def test_pages_are_as_wide_as_the_widest_group(buffers: KVBuffers) -> None:
     assert [buffers.read_blocks(group, [1]).shape[1] for group in TABLES] == [8, 4, 2, 1, 8, 4]
 
 
-@pytest.mark.parametrize("group", COMPARED)
+@pytest.mark.parametrize("group", TABLES)
 def test_a_block_that_another_group_has_taken_is_wrong_for_this_one(group: int, buffers: KVBuffers) -> None:
     buffers.write(TABLES[group], TEXT, group, 0, 8)
-    other = (group + 1) % len(COMPARED)
+    other = (group + 1) % len(TABLES)
     buffers.write(TABLES[group], TEXT, other, 0, 8)
     assert wrong(buffers, group, 0, 8)
 
@@ -121,8 +120,20 @@ class TestScratch:
         expected = buffers._expected(TEXT, SCRATCH, 6, 10).tolist()
         assert buffers.read_blocks(SCRATCH, [25]).tolist() == [[*expected[2:], *expected[:2]]]
 
-    def test_nobody_counts_on_it(self, buffers: KVBuffers) -> None:
-        assert wrong(buffers, SCRATCH, 0, 8) == []
+    def test_what_has_been_overwritten_is_not_looked_for(self, buffers: KVBuffers) -> None:
+        buffers.write(ids(25), TEXT, SCRATCH, 0, 10)
+        assert wrong(buffers, SCRATCH, 0, 10) == []
+        assert wrong(buffers, SCRATCH, 8, 10) == []
+        assert wrong(buffers, SCRATCH, 0, 9) == [5]
+
+    def test_tokens_in_wrong_places_are_named(self, buffers: KVBuffers) -> None:
+        buffers.write(ids(25), TEXT, SCRATCH, 0, 10)
+        buffers.words[25, [0, 3]] += np.uint64(1)
+        assert wrong(buffers, SCRATCH, 0, 10) == [7, 8]
+        assert wrong(buffers, SCRATCH, 9, 10) == []
+        places = buffers.rows_of(SCRATCH).places_of(np.array([7, 8], np.int64))
+        assert places.tolist() == [0, 0], "one block has them all"
+        assert buffers.taint_of(ids(25), np.array([7, 8], np.int64), SCRATCH) % 2 == 1
 
 
 class TestNullBlock:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvreplay.kv.specs import (
     CHUNKED_LOCAL,
+    CIRCULAR_BUFFER,
     FULL,
     MAMBA,
     MAMBA_ALIGN,
@@ -28,6 +29,7 @@ Groups = tuple[KVCacheGroupSpec, ...]
 _FULL = KVCacheGroupSpec(kind=FULL, block_size=4, bytes_per_token=2)
 _WINDOW = KVCacheGroupSpec(kind=SLIDING_WINDOW, block_size=4, sliding_window=10, bytes_per_token=2)
 _SMALL_BLOCKS = KVCacheGroupSpec(kind=SLIDING_WINDOW, block_size=2, sliding_window=6, bytes_per_token=4)
+_RING = KVCacheGroupSpec(kind=CIRCULAR_BUFFER, block_size=8, bytes_per_token=1)
 _STATE = KVCacheGroupSpec(kind=MAMBA, block_size=4, mamba_cache_mode=MAMBA_ALIGN, state_bytes=8)
 
 LAYOUTS: Final[dict[str, Groups]] = {
@@ -40,6 +42,13 @@ LAYOUTS: Final[dict[str, Groups]] = {
         KVCacheGroupSpec(kind=CHUNKED_LOCAL, block_size=4, attention_chunk_size=8, bytes_per_token=2),
     ),
     "full, windows and states": (_FULL, _WINDOW, _STATE),
+    "full and a ring": (_FULL, _RING),
+    "a small ring, windows and states": (
+        KVCacheGroupSpec(kind=CIRCULAR_BUFFER, block_size=2, bytes_per_token=4),
+        _FULL,
+        _WINDOW,
+        _STATE,
+    ),
     "compressed": (
         KVCacheGroupSpec(kind=MLA, block_size=8, tokens_per_state=4, bytes_per_token=1),
         KVCacheGroupSpec(kind=SLIDING_WINDOW_MLA, block_size=2, sliding_window=4, bytes_per_token=4),

@@ -163,3 +163,12 @@ def test_right_contents_have_no_finding(check: str) -> None:
     config = pair(prefill=role(num_gpu_blocks=18), decode=role(num_gpu_blocks=18), check=check)  # type: ignore[arg-type]
     many = workload(*(request(f"r{index}", 5 * index, prompt_tokens=20, output_tokens=20) for index in range(8)))
     assert play(config, many).violations == []
+
+
+def test_what_is_left_out_of_the_same_block_twice_is_two_findings() -> None:
+    """b gets a's blocks, and what a's fault left wrong in them is not what is wrong now."""
+    clients = workload(request("a", prompt_tokens=20), request("b", 200, prompt_tokens=20))
+    config = pair(decode=role(num_gpu_blocks=18, enable_prefix_caching=False))
+    played = play(config, clients, "mooncake.engine-partial:share=0.5")
+    blocks = {request_id: [ids for _, name, ids, _ in told(played) if name == request_id] for request_id in "ab"}
+    assert blocks == {"a": [[3], [4], [5]], "b": [[4], [3], [2]]}

@@ -63,10 +63,6 @@ class ShardedBuffers(KVBuffers):
         for plane, part in zip(self._others, parts[1:], strict=True):
             plane._put(group, ids, part)
 
-    def begin_load(self, block_ids: BlockIds) -> None:
-        if self.provenance or self.origins:
-            self._forget_history(block_ids)
-
     def zero(self, block_ids: AnyBlockIds) -> None:
         super().zero(block_ids)
         for plane in self._others:

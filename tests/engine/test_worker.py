@@ -1,0 +1,53 @@
+"""WorkerModel: what a step reads before it writes."""
+
+import pytest
+
+from kvreplay.engine.suspects import WrongBlock
+from kvreplay.engine.worker import WorkerModel
+from kvreplay.kv.buffers import KVBuffers
+from kvreplay.kv.specs import CIRCULAR_BUFFER, FULL, KVCacheGroupSpec
+from tests.engine.bench import Bench, load
+
+RING = 1
+GROUPS = (
+    KVCacheGroupSpec(kind=FULL, block_size=4),
+    KVCacheGroupSpec(kind=CIRCULAR_BUFFER, block_size=8),
+)
+
+
+def first_step_after_a_load(*, spoiled: list[int]) -> tuple[list[WrongBlock], int]:
+    """What is found, and the ring's block.
+
+    Of 26 tokens 14 come from outside, the ring with them, and the rest is computed in one step, which overwrites all
+    of the ring. `spoiled`: positions whose words in the ring are wrong.
+    """
+    bench = Bench(groups=GROUPS, num_gpu_blocks=50, scripts={"r": load(14)})
+    bench.scheduler.loads_every_group = True
+    model = WorkerModel(bench.scheduler, KVBuffers(50, GROUPS))
+    request = bench.add("r", 26)
+    bench.schedule()
+    tables = bench.kv.block_arrays("r")
+    for group, table in enumerate(tables):
+        model.buffers.write(table, request.content, group, 0, 14)
+    (ring,) = tables[RING].tolist()
+    for position in spoiled:
+        model.buffers.words[ring, position % 8] = 0
+    bench.update(finished=["r"])
+    bench.schedule()
+    out = bench.output
+    assert out is not None
+    assert [(share.start, share.end) for share in out.shares] == [(14, 26)]
+    model.execute(out)
+    return model.commit(out.step, ["r"], ()), ring
+
+
+def test_a_ring_is_read_before_it_is_overwritten() -> None:
+    assert first_step_after_a_load(spoiled=[])[0] == []
+    found, ring = first_step_after_a_load(spoiled=[9, 12])
+    assert found == [WrongBlock(ring, RING, "r", 9, None)]
+
+
+@pytest.mark.parametrize("position", [6, 7])
+def test_of_a_ring_only_what_is_open_is_read(position: int) -> None:
+    """Tokens up to 8 are compressed."""
+    assert first_step_after_a_load(spoiled=[position])[0] == []
