@@ -47,6 +47,7 @@ class Request:
         "failed_load_handle",
         "first_token_ns",
         "full_hit_end",
+        "has_loaded_all",
         "is_loading",
         "is_never_loaded",
         "is_prefill_chunk",
@@ -150,6 +151,8 @@ class Request:
         # What the worker knows of its contents.
         self.is_loading = False
         """A connector may write into its blocks."""
+        self.has_loaded_all = False
+        """A load has brought what its blocks hold, of every group."""
         self.clean_until = 0
         """Positions below have been verified, or written by the request itself from verified contents."""
         self.written_until = 0

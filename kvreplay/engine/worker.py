@@ -251,9 +251,7 @@ class WorkerModel:
 
     def _is_comparable(self, request: Request, group: int) -> bool:
         """What no cache holds is computed again behind a hit, unless a load has brought it."""
-        if self.scheduler.kv.groups[group].prefix_cacheable:
-            return True
-        return self.scheduler.loads_every_group and request.num_external_tokens > 0 and not request.failed_load_end
+        return self.scheduler.kv.groups[group].prefix_cacheable or request.has_loaded_all
 
     def _hits_output(self, request: Request, end: int) -> bool:
         """Whether a full block before `end` may be somebody's output, and so not written yet."""
@@ -344,6 +342,9 @@ class WorkerModel:
         for table in self.scheduler.kv.block_arrays(request.request_id):
             self._loading[table] = _NO_LOAD
         request.is_loading = False
+        request.has_loaded_all = (
+            self.scheduler.loads_every_group and request.request_id not in self.scheduler.failed_recving
+        )
         request.clean_until = request.written_until = request.windows_written_until = 0
 
     def _on_blocks_freed(self, request: Request, freed: Sequence[BlockIds]) -> None:
@@ -351,6 +352,7 @@ class WorkerModel:
             request.is_loading = False
             for block_ids in freed:
                 self._loading[block_ids] = _NO_LOAD
+        request.has_loaded_all = False
         request.clean_until = request.written_until = request.windows_written_until = 0
         request.taint = 0
         request.tainted_by = None

@@ -49,6 +49,13 @@ LAYOUTS: Final[dict[str, Groups]] = {
         _WINDOW,
         _STATE,
     ),
+    "a window that is never cached, and a ring": (
+        KVCacheGroupSpec(kind=MLA, block_size=8, tokens_per_state=4, bytes_per_token=1),
+        KVCacheGroupSpec(
+            kind=SLIDING_WINDOW_MLA, block_size=4, sliding_window=8, bounded_replay=True, bytes_per_token=2
+        ),
+        KVCacheGroupSpec(kind=CIRCULAR_BUFFER, block_size=4, bytes_per_token=2),
+    ),
     "compressed": (
         KVCacheGroupSpec(kind=MLA, block_size=8, tokens_per_state=4, bytes_per_token=1),
         KVCacheGroupSpec(kind=SLIDING_WINDOW_MLA, block_size=2, sliding_window=4, bytes_per_token=4),

@@ -7,9 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from kvreplay.kv.specs import MAMBA, MAMBA_ALIGN, SLIDING_WINDOW, KVCacheGroupSpec
+from kvreplay.kv.specs import (
+    CIRCULAR_BUFFER,
+    MAMBA,
+    MAMBA_ALIGN,
+    MLA,
+    SLIDING_WINDOW,
+    SLIDING_WINDOW_MLA,
+    KVCacheGroupSpec,
+)
 from kvreplay.replay.config import ReplayConfig
-from tests.scenarios.stage import BLOCK, Sizes, pair, play, request, workload
+from tests.scenarios.stage import BLOCK, Sizes, pair, play, request, role, workload
 
 _FULL = KVCacheGroupSpec(block_size=BLOCK, bytes_per_token=8)
 WINDOWS = (_FULL, KVCacheGroupSpec(kind=SLIDING_WINDOW, block_size=BLOCK, sliding_window=8, bytes_per_token=8))
@@ -70,3 +78,24 @@ def test_ideally_everybody_finishes(
     played = play(hybrid(groups, ranks), TWO, fault, behaviour="ideal", recompute=True)
     assert {name: end[0] for name, end in played.ends().items()} == {"a": "finished", "b": "finished"}
     assert played.violations == []
+
+
+def test_what_a_load_has_brought_of_uncached_groups_is_gone_with_the_blocks() -> None:
+    """b is preempted for want of blocks, hits what the cache has, and computes the window before that again."""
+    groups = (
+        KVCacheGroupSpec(kind=MLA, block_size=8, tokens_per_state=4, bytes_per_token=1),
+        KVCacheGroupSpec(
+            kind=SLIDING_WINDOW_MLA, block_size=4, sliding_window=8, bounded_replay=True, bytes_per_token=2
+        ),
+        KVCacheGroupSpec(kind=CIRCULAR_BUFFER, block_size=4, bytes_per_token=2),
+    )
+    small = role(num_gpu_blocks=15, max_num_batched_tokens=8, max_num_seqs=2, async_scheduling=False)
+    config = pair()
+    config = replace(config, model=replace(config.model, groups=groups), roles=dict.fromkeys(config.roles, small))
+    clients = workload(
+        request("a", prompt_tokens=11, output_tokens=15), request("b", 5, prompt_tokens=13, output_tokens=20)
+    )
+    played = play(config, clients)
+    assert [event.request_id for event in played.of("request.preempted")] == ["b"]
+    assert played.violations == []
+    assert {end[0] for end in played.ends().values()} == {"finished"}
