@@ -15,9 +15,9 @@ from kvreplay.behaviour import profile as profile_named
 from kvreplay.checkers.conservation import check_conservation, check_drained, snapshot_of
 from kvreplay.checkers.finding import AGREE, CONTENT, FENCE, NO_FATAL, NULL_BLOCK, PROGRESS
 from kvreplay.conformance.finding import VectorFinding
-from kvreplay.conformance.scheduler_vectors import Driver, ScriptedSampler, reason_unsupported
+from kvreplay.conformance.scheduler_vectors import Driver, reason_unsupported
 from kvreplay.conformance.vector import Json, UnsupportedVectorError
-from kvreplay.conformance.workload import Workload, read_workload
+from kvreplay.conformance.workload import Workload, read_workload, sampled_token
 from kvreplay.engine.agreement import beyond_known
 from kvreplay.engine.connector import KVConnectorOutput
 from kvreplay.engine.output import RequestOutput, SchedulerOutput, Share
@@ -62,7 +62,7 @@ class _ForeseenContent(TokenContent):
     def fingerprints(self, start: int, end: int) -> WordArray:
         while self.num_tokens + len(self._ahead) < end:
             known = self._ahead or self._words
-            token = ScriptedSampler.token(self.num_tokens + len(self._ahead))
+            token = sampled_token(self.num_tokens + len(self._ahead))
             self._ahead.append(mix64(known[-1], token))
         return np.array([*self._words, *self._ahead][start:end], np.uint64)
 

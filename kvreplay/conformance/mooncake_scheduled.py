@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvreplay.conformance.mooncake_shown import shown_metadata
 from kvreplay.conformance.mooncake_transcript import Transcript
+from kvreplay.conformance.scheduler_vectors import ScriptedSampler
 from kvreplay.conformance.vector import Json, UnsupportedVectorError
 from kvreplay.engine.config import SchedulerConfig
 from kvreplay.engine.log import EngineLog
@@ -15,7 +16,6 @@ from kvreplay.errors import ConfigError
 from kvreplay.events import DETAIL_RUN, Event
 from kvreplay.kv.attention_managers import make_cache_manager
 from kvreplay.kv.block_pool import BlockPool
-from kvreplay.kv.content_index import TokenContent
 from kvreplay.kv.specs import MAMBA, MAMBA_ALIGN, MAMBA_NONE, KVCacheGroupSpec
 
 if TYPE_CHECKING:
@@ -29,19 +29,6 @@ _FAILING: Final = (
     "Failing %d request(s) due to KV load failure (failure_policy=fail, %d tokens affected). Request IDs: %s"
 )
 _RECOVERED: Final = "Recovered from KV load failure: %d request(s) rescheduled (%d tokens affected)."
-
-
-class _Sampler:
-    """The token at position p is (p * 7 + 13) % 1000."""
-
-    def sample(self, request: Request, position: int) -> int:
-        token = (position * 7 + 13) % 1000
-        assert isinstance(request.content, TokenContent)
-        request.content.append(token)
-        return token
-
-    def output_hash(self, request: Request) -> int:
-        return 0
 
 
 class _LoadFailures:
@@ -95,7 +82,7 @@ class ScheduledHalf:
             config,
             kv,
             side.connector,
-            _Sampler(),
+            ScriptedSampler(),
             EngineLog(self._failures, None),
             SchedulerOptions(recompute_load_failures=self._recomputes),
         )

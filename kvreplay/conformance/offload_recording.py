@@ -7,6 +7,7 @@ import numpy as np
 from kvreplay.conformance.offload_managers import KeyNames
 from kvreplay.conformance.offload_simulation import StepClock
 from kvreplay.conformance.offload_workload import OffloadRequestSpec
+from kvreplay.conformance.workload import sampled_token
 from kvreplay.connectors.offloading.arrays import ChunkIds, Keys
 from kvreplay.connectors.offloading.context import RequestContext
 from kvreplay.connectors.offloading.cpu_manager import CPUOffloadingManager
@@ -42,7 +43,7 @@ class ContentLabels:
 def _all_tokens(spec: OffloadRequestSpec) -> list[int]:
     """The prompt, and the output that the scripted model gives."""
     prompt = spec.prompt_token_ids
-    return prompt + [((len(prompt) + place) * 7 + 13) % 1000 for place in range(spec.max_tokens)]
+    return prompt + [sampled_token(len(prompt) + place) for place in range(spec.max_tokens)]
 
 
 class RecordingManager:

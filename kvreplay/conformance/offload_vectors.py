@@ -18,6 +18,7 @@ from kvreplay.conformance.offload_workload import (
     LoadRow,
     OffloadEvent,
     OffloadWorkload,
+    OutputRow,
     RecordedStep,
     ShareRow,
     Tables,
@@ -26,6 +27,7 @@ from kvreplay.conformance.offload_workload import (
     read_recorded_steps,
 )
 from kvreplay.conformance.vector import Json
+from kvreplay.conformance.workload import sampled_token
 from kvreplay.connectors.offloading.context import RequestContext
 from kvreplay.connectors.offloading.cpu_manager import CPUOffloadingManager
 from kvreplay.connectors.offloading.keys import KeySpace
@@ -150,7 +152,8 @@ class _Driver:
             self.layout, {req_id: content.block_keys for req_id, content in self.labels.contents.items()}
         )
         self.junction_of: dict[str, int] = {}
-        self.outputs: list[OffloadingOutput] = []
+        self.outputs: list[tuple[list[ShareRow], OffloadingOutput]] = []
+        """Of the steps in flight: what was scheduled, and what the workers report."""
         self.pending_recv: dict[str, int] = {}
         self.looked_up: list[list[str]] = []
         self.last_off: Record | None = None
@@ -276,7 +279,7 @@ class _Driver:
             self.clock.note("store", self._store_row(job))
         if metadata.jobs_to_flush:
             self.clock.record["flush"] = sorted(metadata.jobs_to_flush)
-        self.outputs.append(self._run_workers(metadata))
+        self.outputs.append((shares, self._run_workers(metadata)))
 
     def _admissions(self, step: RecordedStep) -> None:
         """Lookups, each followed by what the scheduler then allocated."""
@@ -331,9 +334,9 @@ class _Driver:
     def _in_order_of_admission(self, step: RecordedStep) -> list[ShareRow]:
         """Finished loads first, then in the order of the lookups."""
         asked = {row[0]: place for place, row in enumerate(step.lookup)}
-        ran = {
-            req_id: place for place, req_id in enumerate([*(row.request_id for row in step.out), *step.after.running])
-        }
+        # Of who samples and runs on, the first place counts: between the two somebody may have ended.
+        known = dict.fromkeys([*(row.request_id for row in step.out), *step.after.running])
+        ran = {req_id: place for place, req_id in enumerate(known)}
         return sorted(
             (*step.new, *step.resumed),
             key=lambda share: (asked.get(share.request_id, -1), ran.get(share.request_id, len(ran))),
@@ -366,8 +369,9 @@ class _Driver:
 
     def _update(self, step: RecordedStep) -> None:
         """Sampled tokens first, then the workers' reports."""
-        output = self.outputs.pop(0)
-        for row in step.out:
+        shares, output = self.outputs.pop(0)
+        died = step.error is not None and step.error.get("where") == "update"
+        for row in self._unrecorded_outputs(shares) if died else step.out:
             request = self.requests[row.request_id]
             request.num_tokens += len(row.tokens)
             request.num_output_tokens += len(row.tokens)
@@ -384,6 +388,20 @@ class _Driver:
         for req_id in output.finished_recving:
             self.held.pop(req_id, None)
         self.connector.update_connector_output(output)
+
+    def _unrecorded_outputs(self, shares: list[ShareRow]) -> Iterator[OutputRow]:
+        """What was sampled in the step whose reports killed the scheduler: nobody came to record it."""
+        for share in shares:
+            request = self.requests.get(share.request_id)
+            if request is None or share.num_computed + share.num_tokens < request.num_tokens:
+                continue
+            spec = self.specs[share.request_id]
+            token = sampled_token(request.num_tokens)
+            is_full = request.num_tokens + 1 >= self.workload.engine.max_model_len
+            finish = "length" if is_full or request.num_output_tokens + 1 >= spec.max_tokens else None
+            if token in (spec.stop or ()):
+                finish = "stop"
+            yield OutputRow(share.request_id, [token], finish)
 
     def _note_state(self) -> None:
         """Where it has changed."""

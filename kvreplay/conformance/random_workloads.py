@@ -10,6 +10,8 @@ from math import lcm
 from random import Random
 from typing import Any, Final, TypeAlias
 
+from kvreplay.conformance.workload import sampled_token
+
 Fields: TypeAlias = dict[str, Any]
 
 
@@ -256,7 +258,7 @@ class _Draw:
         }
         if self._maybe(0.08):
             position = length + rng.randrange(0, request["max_tokens"])
-            request["stop"] = [(position * 7 + 13) % 1000]
+            request["stop"] = [sampled_token(position)]
         if self._maybe(0.05):
             request["salt"] = rng.choice(["x", "y"])
         if self.engine.get("policy") == "priority":
@@ -292,7 +294,7 @@ class _Draw:
         rng = self.rng
         earlier = rng.choice(self.requests)
         start, num_output = earlier["tokens"], rng.randrange(0, min(earlier["max_tokens"], 20) + 1)
-        output = [(position * 7 + 13) % 1000 for position in range(start, start + num_output)]
+        output = [sampled_token(position) for position in range(start, start + num_output)]
         num_new = rng.randrange(1, max(2, longest // 3))
         parts: list[Fields | list[int]] = [earlier["prompt"]]
         if output:

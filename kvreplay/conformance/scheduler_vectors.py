@@ -12,7 +12,7 @@ import numpy as np
 
 from kvreplay.behaviour import DEFAULT_PROFILE, Behaviour, profile
 from kvreplay.conformance.vector import Json, UnsupportedVectorError
-from kvreplay.conformance.workload import GroupSpec, RequestSpec, Speculation, Workload, read_workload
+from kvreplay.conformance.workload import GroupSpec, RequestSpec, Speculation, Workload, read_workload, sampled_token
 from kvreplay.engine.config import SPECULATIVE_METHODS, SchedulerConfig, SpeculativeConfig
 from kvreplay.engine.connector import KVConnectorOutput
 from kvreplay.engine.history.skipped_waiting import scheduler_kind
@@ -102,14 +102,10 @@ def _steps(workload: Workload) -> Iterator[dict[str, Any]]:
 
 
 class ScriptedSampler:
-    """The token at position p is (p * 7 + 13) % 1000."""
-
-    @staticmethod
-    def token(position: int) -> int:
-        return (position * 7 + 13) % 1000
+    """What `sampled_token` says."""
 
     def sample(self, request: Request, position: int) -> int:
-        token = self.token(position)
+        token = sampled_token(position)
         content = request.content
         assert isinstance(content, TokenContent)
         content.append(token)

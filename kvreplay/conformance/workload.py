@@ -23,6 +23,11 @@ Place: TypeAlias = tuple[Count, Count]
 """(group, index) in a request's block table."""
 
 
+def sampled_token(position: int) -> int:
+    """What the scripted model says at this position of any request."""
+    return (position * 7 + 13) % 1000
+
+
 class PromptParts(Struct, frozen=True):
     """A prompt that is described rather than listed; exactly one of these."""
 

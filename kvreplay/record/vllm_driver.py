@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvreplay.conformance.workload import RequestSpec, StepEvent, Workload
+from kvreplay.conformance.workload import RequestSpec, StepEvent, Workload, sampled_token
 from kvreplay.record.vllm_setup import build_scheduler, known
 
 _SMALL_POOL: Final = 64
@@ -67,11 +67,6 @@ def _calling(where: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise _EngineDeath(where, error) from error
-
-
-def sampled_token(position: int) -> int:
-    """The token at a position of prompt + output."""
-    return (position * 7 + 13) % 1000
 
 
 class WorkloadDriver:

@@ -62,10 +62,10 @@ class HandoffStores:
             group = self._layout.groups[index]
             if handoff.boundary % group.tokens_per_chunk:
                 continue
-            chunk = handoff.boundary // group.tokens_per_chunk
-            keys = state.groups[index].keys[chunk - 1 : chunk]
+            # Of its hashes, not of the keys that have been noticed: those lag behind where nothing else is stored.
+            key = state.boundary_key(index, handoff.boundary)
             place = handoff.boundary // group.tokens_per_block - 1
-            job = self._offer(state, keys, [index], [handoff.block_id], place)
+            job = self._offer(state, np.array([key], np.int64), [index], [handoff.block_id], place)
             if job is not None:
                 yield job
 
