@@ -104,6 +104,13 @@ class SchedulerConnector(Protocol):
         """The tier from which the request's last load comes; None where there are no tiers."""
         ...
 
+    def loads_every_group(self, request_id: str) -> bool:
+        """Whether the request's load brings all of its own blocks, also those that no prefix cache could hold.
+
+        Asked once tokens have been offered (vLLM: get_loaded_kv_cache_group_ids).
+        """
+        ...
+
     def request_finished(self, request: Request, blocks: RequestBlocks) -> bool:
         """Before the request's blocks are freed; `blocks` are those that cover its computed tokens.
 
@@ -142,6 +149,9 @@ class PlainSchedulerHalf:
 
     def get_load_source(self, request_id: str) -> str | None:
         return None
+
+    def loads_every_group(self, request_id: str) -> bool:
+        return False
 
     def update_connector_output(self, output: KVConnectorOutput) -> None: ...
 

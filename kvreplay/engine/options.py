@@ -21,8 +21,6 @@ class SchedulerOptions:
     """The connector can bring a Mamba state that is missing at the end of full attention's hit."""
     defer_async_loads: bool = False
     """Loads, too, wait for steps in flight."""
-    loads_every_group: bool = False
-    """A load brings all of a request's own blocks, also those that no prefix cache could hold."""
     speculation: SpeculativeConfig | None = None
     cache_block_size: int | None = None
     """What chunks are aligned to for Mamba, if not its group's block size."""

@@ -342,8 +342,11 @@ class WorkerModel:
         for table in self.scheduler.kv.block_arrays(request.request_id):
             self._loading[table] = _NO_LOAD
         request.is_loading = False
+        scheduler = self.scheduler
+        assert scheduler.connector is not None
         request.has_loaded_all = (
-            self.scheduler.loads_every_group and request.request_id not in self.scheduler.failed_recving
+            scheduler.connector.loads_every_group(request.request_id)
+            and request.request_id not in scheduler.failed_recving
         )
         request.clean_until = request.written_until = request.windows_written_until = 0
 

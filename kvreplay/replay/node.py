@@ -173,7 +173,6 @@ class Node:
                 failure_rules=FailureRules.of(around.behaviour),
                 recompute_load_failures=around.recompute,
                 kv_role=self.kv_role,
-                loads_every_group=around.config.connector.kind == "mooncake",
                 use_lockstep=around.use_lockstep,
                 output_is_shared=around.index.shares_generated,
             ),

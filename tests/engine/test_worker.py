@@ -15,14 +15,14 @@ GROUPS = (
 )
 
 
-def first_step_after_a_load(*, spoiled: list[int]) -> tuple[list[WrongBlock], int]:
+def first_step_after_a_load(monkeypatch: pytest.MonkeyPatch, *, spoiled: list[int]) -> tuple[list[WrongBlock], int]:
     """What is found, and the ring's block.
 
     Of 26 tokens 14 come from outside, the ring with them, and the rest is computed in one step, which overwrites all
     of the ring. `spoiled`: positions whose words in the ring are wrong.
     """
     bench = Bench(groups=GROUPS, num_gpu_blocks=50, scripts={"r": load(14)})
-    bench.scheduler.loads_every_group = True
+    monkeypatch.setattr(bench.connector, "loads_every_group", lambda request_id: True)
     model = WorkerModel(bench.scheduler, KVBuffers(50, GROUPS))
     request = bench.add("r", 26)
     bench.schedule()
@@ -41,13 +41,13 @@ def first_step_after_a_load(*, spoiled: list[int]) -> tuple[list[WrongBlock], in
     return model.commit(out.step, ["r"], ()), ring
 
 
-def test_a_ring_is_read_before_it_is_overwritten() -> None:
-    assert first_step_after_a_load(spoiled=[])[0] == []
-    found, ring = first_step_after_a_load(spoiled=[9, 12])
+def test_a_ring_is_read_before_it_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert first_step_after_a_load(monkeypatch, spoiled=[])[0] == []
+    found, ring = first_step_after_a_load(monkeypatch, spoiled=[9, 12])
     assert found == [WrongBlock(ring, RING, "r", 9, None)]
 
 
 @pytest.mark.parametrize("position", [6, 7])
-def test_of_a_ring_only_what_is_open_is_read(position: int) -> None:
+def test_of_a_ring_only_what_is_open_is_read(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens up to 8 are compressed."""
-    assert first_step_after_a_load(spoiled=[position])[0] == []
+    assert first_step_after_a_load(monkeypatch, spoiled=[position])[0] == []

@@ -9,11 +9,12 @@ import pytest
 from kvreplay.connectors.multi.config import MultiConfig
 from kvreplay.connectors.offloading.config import OffloadingConfig
 from kvreplay.errors import ConfigError
+from kvreplay.kv.specs import CIRCULAR_BUFFER, MLA, SLIDING_WINDOW_MLA, KVCacheGroupSpec
 from kvreplay.replay.config import ConnectorConfig, ReplayConfig
 from kvreplay.replay.config_load import config_from_document, config_from_json
 from kvreplay.trace.workload import Workload
 from tests.scenarios.offload_stage import SLOT
-from tests.scenarios.stage import judge, pair, play, request, role, workload
+from tests.scenarios.stage import BLOCK, judge, pair, play, request, role, workload
 
 Order = Literal["mooncake,offloading", "offloading,mooncake"]
 
@@ -64,6 +65,33 @@ def test_ideal_survives_faults_of_either(order: Order, fault: str, tmp_path: Pat
     summary = judge(tmp_path, both(order), again(), fault, behaviour="ideal", policy="recompute")
     assert summary.verdict == "passed"
     assert summary.requests.finished == 3
+
+
+@pytest.mark.parametrize("behaviour", ["vllm-0.33", "ideal"])
+@pytest.mark.parametrize(("order", "load"), [("mooncake,offloading", (21, None)), ("offloading,mooncake", (16, "CPU"))])
+def test_who_loads_decides_what_a_load_brings(order: Order, load: tuple[int, str | None], behaviour: str) -> None:
+    """A producer sends its window that no cache holds, and its ring: all that it offers is taken. A tier holds neither,
+    and its hit ends where a block does."""
+    groups = (
+        KVCacheGroupSpec(kind=MLA, block_size=BLOCK, bytes_per_token=8),
+        KVCacheGroupSpec(
+            kind=SLIDING_WINDOW_MLA, block_size=BLOCK, sliding_window=8, bounded_replay=True, bytes_per_token=8
+        ),
+        KVCacheGroupSpec(kind=CIRCULAR_BUFFER, block_size=8, bytes_per_token=4),
+    )
+    config = both(order)
+    roomy = role(num_gpu_blocks=40)
+    config = replace(config, model=replace(config.model, groups=groups), roles=dict.fromkeys(config.roles, roomy))
+    clients = workload(
+        request("a", 0, prompt_tokens=16, text="abcd"),
+        *(request(f"f{place}", 200 + 10 * place, prompt_tokens=60) for place in range(3)),
+        request("b", 800, prompt_tokens=22, text="abcdef"),
+    )
+    played = play(config, clients, behaviour=behaviour)
+    assert played.violations == []
+    assert {end for end, _, _ in played.ends().values()} == {"finished"}
+    loads = [(event.num_tokens, event.status) for event in played.of("load.started", instance="D0")]
+    assert loads == [(15, None), *[(59, None)] * 3, load]
 
 
 def test_config_of_both() -> None:

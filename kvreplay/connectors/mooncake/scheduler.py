@@ -84,6 +84,9 @@ class MooncakeScheduler(PlainSchedulerHalf):
         if params.get("do_remote_decode") and self._leaves_last_token and not is_pulled:
             _leave_last_token_out(request, params)
 
+    def loads_every_group(self, request_id: str) -> bool:
+        return True
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         params = request.kv_transfer_params
         self._debug(log.LOOKUP, num_computed_tokens, params)

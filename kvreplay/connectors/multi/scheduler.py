@@ -95,6 +95,10 @@ class MultiScheduler:
         chosen = self._chosen.get(request_id)
         return None if chosen is None else self.children[chosen].get_load_source(request_id)
 
+    def loads_every_group(self, request_id: str) -> bool:
+        chosen = self._chosen.get(request_id)
+        return chosen is not None and self.children[chosen].loads_every_group(request_id)
+
     def request_finished(self, request: Request, blocks: RequestBlocks) -> bool:
         """If several children keep the blocks, they come back with the last one's report."""
         self._chosen.pop(request.request_id, None)

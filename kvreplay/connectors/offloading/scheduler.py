@@ -136,6 +136,9 @@ class OffloadingScheduler:
 
     # -- requests come ----------------------------------------------------------------------------------------
 
+    def loads_every_group(self, request_id: str) -> bool:
+        return False
+
     def on_new_request(self, request: Request) -> None:
         context = context_of(request.request_id, request.kv_transfer_params)
         policy = self.manager.on_new_request(context)

@@ -191,7 +191,7 @@ class AdmissionLayer(RunningLayer):
                 if self.connector.is_going_in_circles(request.request_id):
                     self.livelocked[request.request_id] = request
                 return False
-            if self._replay_groups and not (external and self._load_brings_window):
+            if self._replay_groups and not (external and self._load_brings_window(request)):
                 # What is computed again starts at a block's start.
                 external -= external % self.kv.block_size
                 is_async = is_async and external > 0
@@ -241,13 +241,15 @@ class AdmissionLayer(RunningLayer):
         else:
             admission.num_external, admission.is_async = 0, False
 
-    @property
-    def _load_brings_window(self) -> bool:
-        """Whether a load restores groups that no cache holds, as a transfer of the request's own blocks does."""
-        return bool(self._replay_groups) and self.loads_every_group
+    def _load_brings_window(self, request: Request) -> bool:
+        """Whether its load restores groups that no cache holds, as a transfer of the request's own blocks does."""
+        return bool(self._replay_groups) and self._loads_every_group(request)
+
+    def _loads_every_group(self, request: Request) -> bool:
+        return self.connector is not None and self.connector.loads_every_group(request.request_id)
 
     def _brings_window(self, admission: _Admission) -> bool:
-        return admission.num_external > 0 and self._load_brings_window
+        return admission.num_external > 0 and self._load_brings_window(admission.request)
 
     def _size_chunk(
         self, admission: _Admission, threshold: int, out: SchedulerOutput, *, defer_prefills: bool
@@ -306,7 +308,9 @@ class AdmissionLayer(RunningLayer):
         request, hit = admission.request, admission.hit
         loaded: frozenset[int] = frozenset()
         if admission.is_async and self.kv.has_mamba:
-            loaded = frozenset(range(len(self.kv.groups))) if self.loads_every_group else self._cacheable_groups
+            loaded = (
+                frozenset(range(len(self.kv.groups))) if self._loads_every_group(request) else self._cacheable_groups
+            )
         new_blocks = self.kv.allocate_slots(
             request.request_id,
             Slots(
@@ -370,7 +374,7 @@ class AdmissionLayer(RunningLayer):
             self._cache_computed(request, request.num_computed_tokens)
             if failed and self.kv.has_mamba:
                 self.kv.zero_again(request.request_id, request.num_computed_tokens)
-            self._rewind_loaded(request, brings_window=not failed and self._load_brings_window)
+            self._rewind_loaded(request, brings_window=not failed and self._load_brings_window(request))
         del self.finished_recving[request.request_id]
         self._ready_holding[request.request_id] = None
         self.log.promoted(request, failed=failed)

@@ -83,7 +83,6 @@ class SchedulerState:
         self.fences = Fences(enabled=connector is not None and self._is_async and is_consumer)
         self._defer_async_loads = self.fences.enabled and options.defer_async_loads
         self._divergent_hits = options.divergent_hits
-        self.loads_every_group = options.loads_every_group
         self.rules = rules
         is_full_only = all(group.is_full_attention for group in kv.groups)
         self._stops_before_last_token = rules.stops_before_last_token and not is_full_only
