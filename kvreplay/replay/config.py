@@ -13,9 +13,12 @@ from kvreplay.connectors.mooncake.plan import HeadLayout
 from kvreplay.connectors.mooncake.sharding import Sharding
 from kvreplay.connectors.multi.config import MultiConfig
 from kvreplay.connectors.offloading.config import OffloadingConfig
+from kvreplay.connectors.offloading.groups import engine_layout, num_chunks, rank_layout
 from kvreplay.connectors.simple_cpu.config import SimpleCpuConfig
 from kvreplay.engine.config import CacheConfig, SchedulerConfig
 from kvreplay.errors import ConfigError
+from kvreplay.kv.attention_managers import make_cache_manager
+from kvreplay.kv.block_pool import BlockPool
 from kvreplay.kv.specs import CHUNKED_LOCAL, MAMBA, KVCacheGroupSpec, check_pages, resolve_block_sizes
 from kvreplay.replay.network import LinkTiming
 from kvreplay.replay.timing import StepTiming
@@ -230,6 +233,7 @@ class ReplayConfig:
         for role, config in self.roles.items():
             self._check_ranks(role)
             check_role(self.model, role, config)
+            self._check_engine(role)
 
     def _check_ranks(self, role: Role) -> None:
         """Whether the model can be cut so."""
@@ -241,6 +245,27 @@ class ReplayConfig:
         heads = self.model.num_kv_heads
         if heads is not None and heads % tp_size and tp_size % heads:
             raise ConfigError(f"topology.tp: {role} has {tp_size}, which does not go with {heads} model.num_kv_heads")
+
+    def _check_engine(self, role: Role) -> None:
+        """Whether its cache manager and its CPU tier can be made: they have checks of their own."""
+        cache, scheduler = self.roles[role].cache, self.roles[role].scheduler
+        kv = make_cache_manager(
+            self.model.groups,
+            BlockPool(2, enable_caching=cache.enable_prefix_caching),
+            max_model_len=scheduler.max_model_len,
+            max_in_flight_tokens=scheduler.max_in_flight_tokens,
+            retention_interval=cache.prefix_cache_retention_interval,
+            hash_block_size=cache.prefix_match_unit,
+        )
+        if "offloading" in self.connector.parts:
+            options, num_ranks = self.connector.offloading, self.topology.num_ranks(role)
+            is_replicated = self.is_replicated(role)
+            layout = engine_layout(kv, options, num_workers=num_ranks)
+            num_chunks(rank_layout(layout, is_replicated=is_replicated), options, is_replicated=is_replicated)
+
+    def is_replicated(self, role: Role) -> bool:
+        """Whether all ranks of an instance hold the same."""
+        return self.model.use_mla and self.topology.num_ranks(role) > 1
 
     @property
     def sharding(self) -> Sharding:

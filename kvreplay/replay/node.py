@@ -298,7 +298,7 @@ class Node:
             config=connector.offloading,
             findings=around.findings,
             num_ranks=self._num_ranks,
-            is_replicated=around.config.model.use_mla and self._num_ranks > 1,
+            is_replicated=around.config.is_replicated(self.role),
         )
 
     def _model(self, scheduler: Scheduler) -> WorkerModel | None:

@@ -1,7 +1,6 @@
 """An instance's offloading connector with all that it is made of."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
 from kvreplay.checkers.hit_attainable import short_window
 from kvreplay.checkers.store_content import foreign_blocks
@@ -10,7 +9,7 @@ from kvreplay.connectors.offloading.behaviour import offload_behaviour
 from kvreplay.connectors.offloading.config import OffloadingConfig, nanoseconds
 from kvreplay.connectors.offloading.cpu_buffers import ChunkContents
 from kvreplay.connectors.offloading.cpu_manager import CPUOffloadingManager
-from kvreplay.connectors.offloading.groups import engine_layout
+from kvreplay.connectors.offloading.groups import engine_layout, num_chunks, rank_layout
 from kvreplay.connectors.offloading.keys import KeySpace
 from kvreplay.connectors.offloading.manager import OffloadingManager
 from kvreplay.connectors.offloading.manager_bus import ManagerOverBus
@@ -56,13 +55,10 @@ class Offload:
             num_workers=num_ranks,
             every_group_drafts=self._behaviour.eagle_lookup == "narrow" and kv.rules.drops_eagle_block,
         )
-        # A rank copies its own part of each block, or all of it where all have the same.
-        parts = 1 if is_replicated else num_ranks
-        groups = [replace(group, bytes_per_block=-(-group.bytes_per_block // parts)) for group in layout.groups]
-        self._layout = replace(layout, groups=tuple(groups))
+        self._layout = rank_layout(layout, is_replicated=is_replicated)
         space = self._space = KeySpace(len(self._layout.groups), owner.num_keys)
         self.cpu = CPUOffloadingManager(
-            config.num_chunks(self._layout.groups, parts),
+            num_chunks(self._layout, config, is_replicated=is_replicated),
             space,
             eviction_policy=config.eviction_policy,
             store_threshold=config.store_threshold,

@@ -49,6 +49,11 @@ preset = "llama-70b-8xh100"
             "model.max_model_len (1600 tokens): 202 are needed",
         ),
         ('kind = "mamba"', 4096, "model.groups: state_bytes must be > 0, got 0"),
+        (
+            'kind = "mamba"\nstate_bytes = 32',
+            4096,
+            "model.groups: prefix caching needs mamba_cache_mode 'align'",
+        ),
     ],
 )
 def test_what_no_engine_could_have_is_one_line(
@@ -66,3 +71,31 @@ def test_contents_of_several_groups_are_checked_in_every_run(preset: str, capsys
     arguments = ["run", "multi-turn", "--config", "single", "--limit", "10", "--set", f"model.preset={preset}"]
     assert run_app(arguments) == 0
     assert capsys.readouterr().out.startswith("PASSED")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["mooncake-1p1d", "--set", "cache.prefix_cache_retention_interval=33", "--transport", "zmq"],
+            "--set cache.prefix_cache_retention_interval=33: cache.prefix_cache_retention_interval is 33, but only "
+            "sliding-window and Mamba groups are retained sparsely",
+        ),
+        (
+            ["offload-single", "--set", "connector.cpu_bytes_to_use=100000000000000"],
+            "--set connector.cpu_bytes_to_use=100000000000000: connector.cpu_bytes_to_use: 100000000000000 bytes are "
+            "19073486 chunks of this model, and at most 16777216 are kept track of",
+        ),
+        (
+            ["offload-hybrid", "--inject", "config.override:key=cache.prefix_cache_retention_interval,value=33"],
+            "--inject config.override:key=cache.prefix_cache_retention_interval,value=33: "
+            "cache.prefix_cache_retention_interval must be a multiple of 544, got 33",
+        ),
+    ],
+)
+def test_what_no_engine_could_be_made_of_is_told_before_any_starts(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over sockets, too: no instance's process meets it."""
+    assert run_app(["run", "multi-turn", "--config", *arguments]) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"

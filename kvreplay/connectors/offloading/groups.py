@@ -70,3 +70,15 @@ def engine_layout(
         enable_prefix_caching=kv.pool.enable_caching,
         fine_grained_hits=kv.hits_inside_blocks,
     )
+
+
+def rank_layout(layout: OffloadLayout, *, is_replicated: bool) -> OffloadLayout:
+    """What one rank copies: its own part of each block, or (`is_replicated`) all of it, where all have the same."""
+    parts = 1 if is_replicated else layout.num_workers
+    groups = [replace(group, bytes_per_block=-(-group.bytes_per_block // parts)) for group in layout.groups]
+    return replace(layout, groups=tuple(groups))
+
+
+def num_chunks(layout: OffloadLayout, config: OffloadingConfig, *, is_replicated: bool) -> int:
+    """How many chunks the CPU tier holds; `layout`: a rank's. Raises ConfigError if they are too many."""
+    return config.num_chunks(layout.groups, 1 if is_replicated else layout.num_workers)
