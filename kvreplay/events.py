@@ -164,7 +164,8 @@ KINDS: Final[dict[str, KindSpec]] = {
         _RUN,
         "sampled every 10 s of virtual time and at the end; status names the value in num_tokens: gauges "
         "running, waiting, deferred, blocks (in use), peak_blocks; counters steps, busy_ns, computed_tokens, "
-        "loaded_tokens, preemptions; constants num_gpu_blocks. With a CPU tier also cpu_chunks (in use), "
+        "loaded_tokens, preemptions; constants num_gpu_blocks. With speculative decoding also the counters drafts "
+        "(verified shares of steps), draft_tokens, accepted_tokens. With a CPU tier also cpu_chunks (in use), "
         "num_cpu_chunks, and the counters hit_tokens (found in the GPU's prefix cache), store_bytes, store_ns, "
         "load_bytes, load_ns, flushed_jobs, refused_offers",
     ),
@@ -175,7 +176,9 @@ KINDS: Final[dict[str, KindSpec]] = {
         _STEPS, "one scheduler step; num_tokens = scheduled tokens, num_blocks = requests in it, status = ns it takes"
     ),
     "request.scheduled": KindSpec(
-        _STEPS, "a request's share of a step; num_tokens = tokens, num_blocks = computed before"
+        _STEPS,
+        "a request's share of a step; num_tokens = tokens, num_blocks = computed before, status = of the drafts among "
+        "them those that are right, and how many there are (2/3), or null",
     ),
     "block.allocated": KindSpec(_BLOCKS, "block_ids given to request_id, in order; group"),
     "block.cached": KindSpec(_BLOCKS, "block_ids enter the prefix cache; group"),

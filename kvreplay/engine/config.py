@@ -3,7 +3,9 @@
 Sources: vllm/config/scheduler.py, vllm/config/cache.py, vllm/config/kv_transfer.py.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvreplay.errors import ConfigError
 from kvreplay.kv.cache_manager import DraftRules
@@ -13,6 +15,9 @@ KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 POLICIES = ("fcfs", "priority")
 _EAGLE_METHODS = ("eagle", "eagle3", "mtp")
 SPECULATIVE_METHODS = (*_EAGLE_METHODS, "draft_model", "ngram")
+MAX_SPECULATIVE_TOKENS = 64
+DEFAULT_ACCEPTANCE = 0.7
+"""Of a draft, given that those before it were right: what drafters of the EAGLE kind reach on chat, roughly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +77,11 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """Speculative decoding, as the scheduler sees it (vllm/config/speculative.py, VllmConfig.num_*_tokens)."""
+    """Speculative decoding (vllm/config/speculative.py, VllmConfig.num_*_tokens).
+
+    How many drafts are right is drawn, as by vLLM's rejection sampler of kind `synthetic`, whose two settings are
+    exclusive. `draft_pass_ns`, which is ours: a forward pass of the drafter.
+    """
 
     num_speculative_tokens: int
     method: str = "eagle"
@@ -80,12 +89,68 @@ class SpeculativeConfig:
     disable_eagle_block_drop: bool = False
     disable_lookahead_block_hashes: bool = False
     parallel_drafting: bool = False
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    """For each draft, the chance that it and all before it are right."""
+    synthetic_acceptance_length: float | None = None
+    """Tokens that a verification brings on average, the one that is always right included."""
+    draft_pass_ns: int = 500_000
 
     def __post_init__(self) -> None:
         if self.method not in SPECULATIVE_METHODS:
-            raise ConfigError(f"method must be one of {', '.join(SPECULATIVE_METHODS)}, got {self.method!r}")
-        if self.num_speculative_tokens <= 0:
-            raise ConfigError(f"num_speculative_tokens must be > 0, got {self.num_speculative_tokens}")
+            raise ConfigError(
+                f"speculative.method must be one of {', '.join(SPECULATIVE_METHODS)}, got {self.method!r}"
+            )
+        if not 0 < self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"speculative.num_speculative_tokens must be in [1, {MAX_SPECULATIVE_TOKENS}], "
+                f"got {self.num_speculative_tokens}"
+            )
+        if self.num_mtp_layers <= 0:
+            raise ConfigError(f"speculative.num_mtp_layers must be > 0, got {self.num_mtp_layers}")
+        if self.draft_pass_ns < 0:
+            raise ConfigError(f"speculative.draft_pass_ns must be >= 0, got {self.draft_pass_ns}")
+        self._check_acceptance()
+
+    def _check_acceptance(self) -> None:
+        rates, length, count = (
+            self.synthetic_acceptance_rates,
+            self.synthetic_acceptance_length,
+            self.num_speculative_tokens,
+        )
+        if rates is not None and length is not None:
+            raise ConfigError(
+                "speculative.synthetic_acceptance_rates and speculative.synthetic_acceptance_length: give one of them"
+            )
+        if rates is not None:
+            name = "speculative.synthetic_acceptance_rates"
+            if len(rates) != count:
+                raise ConfigError(f"{name}: {count} are needed, one for each speculative token, got {len(rates)}")
+            if not all(0.0 <= rate <= 1.0 for rate in rates):
+                raise ConfigError(f"{name} must be in [0, 1], got {_listed(rates)}")
+            if any(later > earlier for earlier, later in pairwise(rates)):
+                raise ConfigError(f"{name} must not increase, got {_listed(rates)}")
+        if length is not None and not 1.0 <= length <= count + 1:
+            raise ConfigError(f"speculative.synthetic_acceptance_length must be in [1, {count + 1}], got {length}")
+
+    @property
+    def acceptance_rates(self) -> tuple[float, ...]:
+        """For each draft, the chance that it and all before it are right.
+
+        (vLLM: _resolve_synthetic_acceptance_rates)
+        """
+        count, length = self.num_speculative_tokens, self.synthetic_acceptance_length
+        if self.synthetic_acceptance_rates is not None:
+            return self.synthetic_acceptance_rates
+        if length is None:
+            return tuple(DEFAULT_ACCEPTANCE**place for place in range(1, count + 1))
+        return tuple(min(max(length - 1 - place, 0.0), 1.0) for place in range(count))
+
+    @property
+    def drafting_ns(self) -> int:
+        """What proposing the next step's drafts adds to a step."""
+        if self.method == "ngram":
+            return 0
+        return self.draft_pass_ns * (1 if self.parallel_drafting else self.num_speculative_tokens)
 
     @property
     def uses_hidden_states(self) -> bool:
@@ -96,6 +161,11 @@ class SpeculativeConfig:
     def num_lookahead_tokens(self) -> int:
         """Slots that the drafter writes beyond the scheduled tokens."""
         return self.num_speculative_tokens if self.uses_hidden_states or self.method == "draft_model" else 0
+
+    @property
+    def num_step_slots(self) -> int:
+        """Slots that a request needs for a step of decoding."""
+        return 1 + self.num_speculative_tokens + self.num_lookahead_tokens
 
     @property
     def num_draft_slots(self) -> int:
@@ -141,3 +211,7 @@ class CacheConfig:
             raise ConfigError(f"cache.prefix_cache_retention_interval must be >= 0, got {interval}")
         if self.prefix_match_unit is not None and self.prefix_match_unit <= 0:
             raise ConfigError(f"cache.prefix_match_unit must be > 0, got {self.prefix_match_unit}")
+
+
+def _listed(numbers: Iterable[float]) -> str:
+    return ", ".join(map(str, numbers))

@@ -268,6 +268,8 @@ class Instance(SteppingInstance):
             "preemptions": counters.preemptions + scheduler.num_preemptions,
             "num_gpu_blocks": pool.num_blocks,
         }
+        if self._acceptance is not None:
+            values.update(self._acceptance.counters.usage())
         if self.more_usage is not None:
             values.update(self.more_usage())
         for name, value in values.items():

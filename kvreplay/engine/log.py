@@ -1,5 +1,6 @@
 """How the engine says what happens: one method per event, so that its code reads as decisions."""
 
+from kvreplay.engine.output import Share
 from kvreplay.engine.request import Request
 from kvreplay.events import DETAIL_BLOCKS, DETAIL_STEPS, Event, EventSink
 from kvreplay.kv.block_pool import BlockIds
@@ -64,8 +65,11 @@ class EngineLog:
     def preempted(self, request: Request, num_tokens: int, num_blocks: int) -> int:
         return self._request("request.preempted", request, num_tokens=num_tokens, num_blocks=num_blocks)
 
-    def scheduled(self, request: Request, num_tokens: int, start: int) -> None:
-        self._request("request.scheduled", request, num_tokens=num_tokens, num_blocks=start)
+    def scheduled(self, share: Share) -> None:
+        drafts = f"{share.num_drafts - share.num_rejected}/{share.num_drafts}" if share.num_drafts else None
+        self._request(
+            "request.scheduled", share.request, num_tokens=share.num_tokens, num_blocks=share.computed[0], status=drafts
+        )
 
     def recomputed(self, request: Request, num_tokens: int, cause: str, handle: int | None) -> None:
         self.sink.emit(

@@ -29,12 +29,23 @@ class Share:
     """Whether the step samples a token for it: it does not end inside what is known."""
     is_stale: bool = False
     """The request was preempted while the step was in flight."""
+    num_rejected: int = 0
+    """Of its drafts; known when the step runs."""
+    num_rolled_back: int = 0
+    """Drafts of its request that had been found wrong when it was scheduled; what has been since lies before it."""
     tables: Sequence[BlockIds] | None = None
     """Its block tables when it was scheduled, where the step may run when the request has them no more."""
 
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
+
+    @property
+    def computed(self) -> tuple[int, int, int]:
+        """Where it really computes: from, up to which its tokens are right, and its end."""
+        start = self.start - self.request.num_rolled_back + self.num_rolled_back
+        end = start + self.num_tokens
+        return start, end - self.num_rejected, end
 
 
 @dataclass(slots=True)
@@ -64,6 +75,8 @@ class SchedulerOutput:
     num_decodes: int = 0
     num_kv_tokens: int = 0
     """Tokens of context that decoding requests read."""
+    num_accepted: Mapping[str, int] = field(default_factory=dict)
+    """Request → drafts of its share that are right; known when the step runs."""
     made_progress: bool = False
     """Whether anything changed: a share, an admission into a load, a preemption, something to tell."""
 

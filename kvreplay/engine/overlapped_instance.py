@@ -53,7 +53,7 @@ class OverlappedInstance(Instance):
         out = self._in_flight = self._pipeline[0]
         duration_ns = 0
         if out.total_num_scheduled_tokens:
-            duration_ns = self._timing.step_ns(out.num_prefill_tokens, out.num_decodes, out.num_kv_tokens)
+            duration_ns = self._forward_pass_ns(out)
         held_up_ns = self._start_work(out, duration_ns)
         if held_up_ns >= FOREVER_NS:
             return

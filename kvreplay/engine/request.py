@@ -70,6 +70,7 @@ class Request:
         "num_output_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_rolled_back",
         "num_stale_output_tokens",
         "num_tokens",
         "output_taint",
@@ -129,6 +130,8 @@ class Request:
         self.is_prefill_chunk = False
         self.num_draft_tokens = 0
         """Drafts proposed for its next step."""
+        self.num_rolled_back = 0
+        """Drafts that have been found wrong."""
         self.num_output_placeholders = 0
         """With overlapping steps: tokens that steps in flight will sample, drafts included."""
         self.num_stale_output_tokens = 0

@@ -178,14 +178,15 @@ class Scheduler(AdmissionLayer):
     def _advance(self, share: Share, out: SchedulerOutput) -> None:
         """Count the share's tokens as computed (vLLM: _update_after_schedule)."""
         request = share.request
-        if share.num_tokens == 1:
-            out.num_decodes += 1
+        if share.num_tokens == 1 or share.num_drafts:
+            out.num_decodes += share.num_tokens
             out.num_kv_tokens += share.end
         else:
             out.num_prefill_tokens += share.num_tokens
         request.num_computed_tokens += share.num_tokens
         request.num_in_flight_tokens += share.num_tokens
         request.last_scheduled_seq = self.fences.scheduled
+        share.num_rolled_back = request.num_rolled_back
         is_chunk = request.num_computed_tokens < request.num_tokens + request.num_output_placeholders
         request.is_prefill_chunk = is_chunk
         share.samples = not is_chunk
@@ -195,7 +196,7 @@ class Scheduler(AdmissionLayer):
                 request.num_output_placeholders += 1 + share.num_drafts
                 request.num_draft_tokens = self._num_spec_tokens
         if self.accounts is not None:
-            self.accounts.note_computed(request, share.start, share.end)
+            self.accounts.note_computed(request, share.start, share.end - share.num_drafts)
 
     # =========================================================================================================
     # update_from_output()
@@ -336,6 +337,7 @@ class Scheduler(AdmissionLayer):
     @staticmethod
     def _roll_back(request: Request, num_rejected: int) -> None:
         """Drafts that were wrong have not been computed after all."""
+        request.num_rolled_back += num_rejected
         if request.num_computed_tokens > 0:
             request.num_computed_tokens -= num_rejected
         if request.num_output_placeholders > 0:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvreplay.engine.acceptance import SyntheticAcceptance
 from kvreplay.engine.connector import WorkerConnector
 from kvreplay.engine.log import EngineLog
 from kvreplay.engine.output import ModelRunnerOutput, RequestOutput, SchedulerOutput, Share
@@ -68,7 +69,8 @@ class SteppingInstance:
     """Takes one step after the other. `Instance` builds on it what others call, and takes many steps at once.
 
     `rank` orders instances that end a step at the same instant. `single_steps`: never coast (for tests).
-    `counters`: those of the process that it replaces, to go on from.
+    `counters`: those of the process that it replaces, to go on from. `acceptance`: what becomes of drafts, where the
+    scheduler speculates.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class SteppingInstance:
         model: WorkerModel | None = None,
         findings: Findings | None = None,
         counters: Counters | None = None,
+        acceptance: SyntheticAcceptance | None = None,
         single_steps: bool = False,
     ) -> None:
         assert rank > 0, "rank 0 is for messages"
@@ -104,6 +107,8 @@ class SteppingInstance:
         if model is not None:
             model.on_late_write = self.catch_up
         self._findings = findings
+        self._acceptance = acceptance
+        self._drafting_ns = scheduler.speculation.drafting_ns if scheduler.speculation is not None else 0
         self._single_steps = single_steps
         self._arrivals: list[Request] = []
         self._aborts: list[str] = []
@@ -187,7 +192,7 @@ class SteppingInstance:
         self._in_flight = out  # a report that comes of the work itself must not wake whoever is awake
         duration_ns = 0
         if out.total_num_scheduled_tokens:
-            duration_ns = self._timing.step_ns(out.num_prefill_tokens, out.num_decodes, out.num_kv_tokens)
+            duration_ns = self._forward_pass_ns(out)
         held_up_ns = self._start_work(out, duration_ns)
         if held_up_ns >= FOREVER_NS:
             return  # for good: it waits for a copy that never ends
@@ -241,10 +246,17 @@ class SteppingInstance:
                 if self.on_finished is not None:
                     self.on_finished(request)
 
+    def _forward_pass_ns(self, out: SchedulerOutput) -> int:
+        """What the model computes, and its drafter."""
+        model_ns = self._timing.step_ns(out.num_prefill_tokens, out.num_decodes, out.num_kv_tokens)
+        return model_ns if out.skip_drafts else model_ns + self._drafting_ns
+
     def _start_work(self, out: SchedulerOutput, duration_ns: int) -> int:
         """Connector work starts with the step; what its shares compute is written at once. Returns how long the
         connector holds up the step; FOREVER_NS or more: for good."""
         held_up_ns = 0
+        if self._acceptance is not None:
+            out.num_accepted = self._acceptance.verify(out.shares)
         workers = self._workers if out.kv_connector_metadata is not None else None
         if workers is not None:
             workers.handle_preemptions(out.kv_connector_metadata)
@@ -268,7 +280,7 @@ class SteppingInstance:
         if self._log.sink.detail >= DETAIL_STEPS:
             self._log_step(out.total_num_scheduled_tokens, len(out.shares) + out.num_lockstep, duration_ns)
             for share in out.shares:
-                self._log.scheduled(share.request, share.num_tokens, share.start)
+                self._log.scheduled(share)
 
     def _log_step(self, num_tokens: int, num_requests: int, duration_ns: int) -> None:
         log = self._log
@@ -305,7 +317,9 @@ class SteppingInstance:
             raise self._raise_next
         reports = self._workers.get_finished(out.finished_req_ids) if self._workers is not None else None
         self._apply_aborts()
-        outputs = self.scheduler.update_from_output(out, ModelRunnerOutput(reports))
+        outputs = self.scheduler.update_from_output(out, ModelRunnerOutput(reports, out.num_accepted))
+        if self._acceptance is not None and not self.scheduler.config.async_scheduling:
+            self.scheduler.take_drafts(out)
         if reports is not None:
             self._note_loaded(reports.finished_recving)
         if out.has_sync_kv_loads:

@@ -63,6 +63,10 @@ class WorkerModel:
         self._writes_windows_late = bool(self._window_runs) and not self._keeps_all and not every_read
         self._state_groups = [group for group, spec in enumerate(specs) if spec.kind in _OVERWRITTEN]
         self._token_groups = [group for group, spec in enumerate(specs) if spec.kind not in _OVERWRITTEN]
+        self._mamba_groups = [group for group, spec in enumerate(specs) if spec.kind == MAMBA]
+        self._speculates = scheduler.speculation is not None
+        self._drafted_groups = self._token_groups
+        """Where drafts have a place of their own. (A ring is taken to be long enough for what is open and drafts.)"""
         self.late_writes: list[LateWrite] = []
         self.before_late_write: Callable[[], None] | None = None
         """Brings the scheduler up to this instant: words that were computed before must have been written before."""
@@ -103,18 +107,58 @@ class WorkerModel:
         shares = [share for share in out.shares if share.request.status is RequestStatus.RUNNING]
         if len(shares) < len(out.shares):
             self._compute_for_nobody(out)
+        if self._speculates:
+            self._execute_speculating(shares)
+            return
         if self._state_groups:
             # A step goes on from a state, or a ring, before it puts its own in the same place.
             for share in shares:
-                self._read(share, self._state_groups)
+                self._read(share, share.start, self._state_groups)
         for share in shares:
             if share.admitted:
                 share.request.windows_written_until = share.start
             self._write(share.request, share.start, share.end)
         for share in shares:
-            if self._read(share, self._token_groups):
+            if self._read(share, share.start, self._token_groups):
                 self._write(share.request, share.start, share.end)  # what it has computed in this step is wrong, too
             share.request.clean_until = share.end
+
+    def _execute_speculating(self, shares: Sequence[Share]) -> None:
+        """The same, for shares whose last tokens are drafts."""
+        spans = [self._computed(share) for share in shares]
+        for share, (start, _, _) in zip(shares, spans, strict=True):
+            self._read(share, start, self._state_groups)
+        for share, (start, end, drafted_end) in zip(shares, spans, strict=True):
+            if share.admitted:
+                share.request.windows_written_until = start
+            self._write_drafting(share.request, start, end, drafted_end)
+        for share, (start, end, drafted_end) in zip(shares, spans, strict=True):
+            if self._read(share, start, self._token_groups):
+                self._write_drafting(share.request, start, end, drafted_end)
+            share.request.clean_until = end
+
+    @staticmethod
+    def _computed(share: Share) -> tuple[int, int, int]:
+        """Where the share computes: from, up to which its tokens are right, and its end."""
+        start, end, drafted_end = share.computed
+        # Drafts behind the request's last token are given up, whatever they are.
+        last = share.request.num_prompt_tokens + share.request.max_tokens
+        return start, max(start, min(end, last)), drafted_end
+
+    def _write_drafting(self, request: Request, start: int, end: int, drafted_end: int) -> None:
+        """Tokens [start, end) are right; drafts behind them leave what is of no use."""
+        tables = self.scheduler.kv.block_arrays(request.request_id)
+        for group in self._mamba_groups:
+            # A state at a block's end is kept where others may hit it.
+            size = self.scheduler.kv.groups[group].block_size
+            for boundary in range((start // size + 1) * size, end, size):
+                if tables[group][boundary // size - 1]:
+                    self.buffers.write(tables[group], request.content, group, boundary - 1, boundary, request.taint)
+        if start < end:
+            self._write(request, start, end)
+        if end < drafted_end:
+            for group in self._drafted_groups:
+                self.buffers.write_rejected(tables[group], group, end, drafted_end)
 
     def capture(self, out: SchedulerOutput) -> None:
         """The step runs later, where its shares' blocks are now."""
@@ -128,8 +172,9 @@ class WorkerModel:
         for share in out.shares:
             request = share.request
             if request.status is not RequestStatus.RUNNING and share.tables is not None:
-                for group, table in enumerate(share.tables):
-                    self.buffers.write(table, request.content, group, share.start, share.end)
+                start, end, _ = self._computed(share)
+                for group, table in enumerate(share.tables if start < end else ()):
+                    self.buffers.write(table, request.content, group, start, end)
 
     def _write(self, request: Request, start: int, end: int, *, is_late: bool = False, is_over: bool = False) -> None:
         """`is_late`: these tokens were computed in earlier steps, and windows may have left some of them behind.
@@ -219,13 +264,14 @@ class WorkerModel:
         places = is_kept.nonzero()[0]
         return max(start, (start // size + int(places[0]) if len(places) else live) * size)
 
-    def _read(self, share: Share, groups: Sequence[int]) -> bool:
-        """Look at everything before the share that has not been verified yet. Returns whether something is wrong."""
+    def _read(self, share: Share, start: int, groups: Sequence[int]) -> bool:
+        """Look at everything before the share, at `start`, that has not been verified yet. Returns whether something
+        is wrong."""
         request = share.request
-        if request.clean_until >= share.start:
+        if request.clean_until >= start:
             return False
         num_hit_tokens = share.num_local_tokens if share.admitted else 0
-        return self._verify(request, request.clean_until, share.start, groups, num_hit_tokens=num_hit_tokens)
+        return self._verify(request, request.clean_until, start, groups, num_hit_tokens=num_hit_tokens)
 
     def _verify(
         self, request: Request, start: int, end: int, groups: Sequence[int], *, num_hit_tokens: int = 0
@@ -435,7 +481,7 @@ class WorkerModel:
                 computed = request.num_computed_tokens + self.scheduler.step - request.lockstep_since
                 end = min(computed, request.written_until)
             else:
-                end = share.start if share is not None else request.num_computed_tokens
+                end = share.computed[0] if share is not None else request.num_computed_tokens
             holds = self.every_read or any(
                 is_rewritten[table].any() for table in self.scheduler.kv.block_arrays(request.request_id)
             )

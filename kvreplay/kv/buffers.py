@@ -81,6 +81,11 @@ class KVBuffers:
             self._forget_history(blocks[:, rows.renewed(start, end)[0] - first :].ravel())
         rows.put_alike(blocks, words, start, end)
 
+    def write_rejected(self, table: BlockIds, group: int, start: int, end: int) -> None:
+        """Drafts at [start, end) were wrong: what is there now is nobody's contents, until it is written again."""
+        words = np.arange(start, end, dtype=np.uint64) * np.uint64(_TAINT_STEP) + np.uint64(group + 1)
+        self.rows_of(group).put(table, words, start, end)
+
     def wrong_positions(self, table: BlockIds, content: Content, group: int, start: int, end: int) -> Positions | None:
         """Positions in [start, end) whose words are not what right contents give; None if all are right."""
         return self.rows_of(group).differing(table, self._expected(content, group, start, end), start, end)

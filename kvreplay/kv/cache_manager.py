@@ -262,6 +262,8 @@ class KVCacheManager:
     def is_cached_at(self, keys: Keys, num_tokens: int) -> bool:
         """Whether every group holds the block that ends after so many tokens."""
         index = num_tokens // self.rules.hash_block_size - 1
+        if index >= len(keys):  # its hash would cover tokens that never come
+            return False
         return all(bool(lookup.find(keys[index : index + 1])[0][0]) for lookup in self.lookup.joint)
 
     def num_blocks_held(self, request_id: str) -> int:

@@ -96,11 +96,13 @@ class ContentIndex:
     """Interns the segments of all requests of a workload, for one hash block size.
 
     Keys of prompt blocks come first; from `generated_key_start` on they belong to generated tokens.
+    `num_lookahead_tokens`: tokens after a block that its hash covers, too.
     """
 
-    def __init__(self, arrivals: Sequence[PromptSource], hash_block_size: int) -> None:
+    def __init__(self, arrivals: Sequence[PromptSource], hash_block_size: int, num_lookahead_tokens: int = 0) -> None:
         assert hash_block_size > 0
         self.hash_block_size = hash_block_size
+        self._num_lookahead = num_lookahead_tokens
         self.num_requests = len(arrivals)
         segments, offsets = _segments_of(arrivals)
         self._offsets: list[int] = offsets.tolist()
@@ -136,10 +138,9 @@ class ContentIndex:
         session, or (once preempted) a request with the same whole prompt."""
 
     def _assign_keys(self, segment_is_output: NDArray[np.bool_]) -> None:
-        """Give each segment as many keys as its longest use has blocks ending in it."""
-        block_size = self.hash_block_size
-        first_blocks = self._starts // block_size
-        self._num_blocks = self._ends // block_size - first_blocks
+        """Give each segment as many keys as its longest use has blocks whose hash ends in it."""
+        first_blocks = self._blocks_until(self._starts)
+        self._num_blocks = self._blocks_until(self._ends) - first_blocks
         num_keys = np.zeros(self.num_segments, np.int64)
         np.maximum.at(num_keys, self._ids, self._num_blocks)
         self._segment_is_output = segment_is_output
@@ -151,6 +152,12 @@ class ContentIndex:
         """Key of a block less its index, for each piece."""
         self.num_keys = int(num_keys.sum())
         self.generated_key_start = int(num_keys[~segment_is_output].sum())
+
+    def _blocks_until(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Blocks that have a hash once so many tokens are known."""
+        if self._num_lookahead:
+            positions = np.maximum(positions - self._num_lookahead, 0)
+        return positions // self.hash_block_size
 
     def content(self, request: int) -> "RequestContent":
         """The content of the request at this place in the workload; made anew at each call."""
@@ -257,7 +264,7 @@ class RequestContent:
             is_output = index._segment_is_output[index._ids[begin:end]] & (index._num_blocks[begin:end] > 0)
             piece = int(is_output.argmax())
             if is_output[piece]:
-                self._first_output_block = int(index._starts[begin + piece]) // index.hash_block_size
+                self._first_output_block = int(index._blocks_until(index._starts[begin + piece : begin + piece + 1])[0])
             else:
                 self._first_output_block = self.num_tokens // index.hash_block_size
         return self._first_output_block

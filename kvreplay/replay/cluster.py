@@ -98,7 +98,7 @@ class Cluster:
         self.bus = Bus(self.loop, LinkNetwork(config.network))
         self.injector = Injector(settings.plan, settings.seed, sink, self.loop, self.bus)
         self.sink = self.injector.sink
-        self.index = ContentIndex(workload.arrivals, config.hash_block_size)
+        self.index = ContentIndex(workload.arrivals, config.hash_block_size, config.num_hash_lookahead)
         blame = self.injector.blame
         self.findings = LiveFindings(self.loop, self.sink, blame.of_request, blame.lasting_at)
         self.roles = instance_names(config)
@@ -114,6 +114,7 @@ class Cluster:
             findings=self.findings,
             death_at_start=partial(self.injector.death_at_start, self._topology.instances),
             sharding=config.sharding,
+            seed=settings.seed,
             single_steps=settings.single_steps,
             use_lockstep=settings.use_lockstep,
         )

@@ -4,8 +4,8 @@
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
 from kvreplay.connectors.mooncake.config import MooncakeConfig
@@ -15,11 +15,12 @@ from kvreplay.connectors.multi.config import MultiConfig
 from kvreplay.connectors.offloading.config import OffloadingConfig
 from kvreplay.connectors.offloading.groups import engine_layout, num_chunks, rank_layout
 from kvreplay.connectors.simple_cpu.config import SimpleCpuConfig
-from kvreplay.engine.config import CacheConfig, SchedulerConfig
+from kvreplay.engine.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from kvreplay.errors import ConfigError
 from kvreplay.kv.attention_managers import make_cache_manager
 from kvreplay.kv.block_pool import BlockPool
-from kvreplay.kv.specs import CHUNKED_LOCAL, MAMBA, KVCacheGroupSpec, check_pages, resolve_block_sizes
+from kvreplay.kv.cache_manager import NO_DRAFTS, DraftRules
+from kvreplay.kv.specs import CHUNKED_LOCAL, MAMBA, KVCacheGroupSpec, cdiv, check_pages, resolve_block_sizes
 from kvreplay.replay.network import LinkTiming
 from kvreplay.replay.timing import StepTiming
 
@@ -203,6 +204,7 @@ class RoleConfig:
     scheduler: SchedulerConfig
     cache: CacheConfig
     timing: StepTiming
+    speculative: SpeculativeConfig | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +234,9 @@ class ReplayConfig:
         assert self.hash_block_size > 0  # or it raises
         for role, config in self.roles.items():
             self._check_ranks(role)
-            check_role(self.model, role, config)
+            check_role(self.groups_of(role), role, config)
+            if config.speculative is not None:
+                check_speculation(self.groups_of(role), config, self.draft_rules(role))
             self._check_engine(role)
 
     def _check_ranks(self, role: Role) -> None:
@@ -250,12 +254,13 @@ class ReplayConfig:
         """Whether its cache manager and its CPU tier can be made: they have checks of their own."""
         cache, scheduler = self.roles[role].cache, self.roles[role].scheduler
         kv = make_cache_manager(
-            self.model.groups,
+            self.groups_of(role),
             BlockPool(2, enable_caching=cache.enable_prefix_caching),
             max_model_len=scheduler.max_model_len,
             max_in_flight_tokens=scheduler.max_in_flight_tokens,
             retention_interval=cache.prefix_cache_retention_interval,
             hash_block_size=cache.prefix_match_unit,
+            drafts=self.draft_rules(role),
         )
         if "offloading" in self.connector.parts:
             options, num_ranks = self.connector.offloading, self.topology.num_ranks(role)
@@ -289,6 +294,31 @@ class ReplayConfig:
     def role(self, role: Role) -> RoleConfig:
         return self.roles[role]
 
+    def groups_of(self, role: Role) -> tuple[KVCacheGroupSpec, ...]:
+        """The model's groups as an instance of this role has them: with states for drafts."""
+        speculative = self.roles[role].speculative
+        if speculative is None:
+            return self.model.groups
+        count = speculative.num_speculative_tokens
+        return tuple(
+            replace(group, num_speculative_blocks=count) if group.kind == MAMBA else group
+            for group in self.model.groups
+        )
+
+    def draft_rules(self, role: Role) -> DraftRules:
+        """What speculative decoding asks of the cache of such an instance."""
+        config = self.roles[role]
+        if config.speculative is None:
+            return NO_DRAFTS
+        return config.speculative.cache_rules(
+            enable_caching=config.cache.enable_prefix_caching, has_connector=self.connector.kind != "none"
+        )
+
+    @property
+    def num_hash_lookahead(self) -> int:
+        """Tokens behind a block that its hash covers; the same everywhere, since only engines on their own have any."""
+        return max(self.draft_rules(role).num_hash_lookahead for role in self.roles)
+
     def to_document(self) -> dict[str, Any]:
         """Nested tables with every value spelled out: what roles share at the top, the rest per role."""
         connector = _table(self.connector)
@@ -305,6 +335,7 @@ class ReplayConfig:
         tables = {role: _table(config) for role, config in self.roles.items()}
         for config in tables.values():
             del config["scheduler"]["max_model_len"]  # the model's
+            config["speculative"] = config["speculative"] or {}
         return {**document, **_split_common(tables)}
 
     def to_json(self) -> str:
@@ -312,24 +343,52 @@ class ReplayConfig:
         return json.dumps(self.to_document(), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def check_role(model: ModelConfig, role: Role, config: RoleConfig) -> None:
+def check_role(groups: Sequence[KVCacheGroupSpec], role: Role, config: RoleConfig) -> None:
     """Whether this role's pool and budget can serve any request that the model allows."""
     where = "" if role == "engine" else f"{role}."
     num_blocks = config.cache.num_gpu_blocks
     if num_blocks > MAX_BLOCKS:
         raise ConfigError(f"{where}cache.num_gpu_blocks must be <= {MAX_BLOCKS}, got {num_blocks}")
     scheduler = config.scheduler
-    needed = sum(group.max_blocks(scheduler.max_in_flight_tokens, scheduler.max_model_len) for group in model.groups)
+    needed = sum(group.max_blocks(scheduler.max_in_flight_tokens, scheduler.max_model_len) for group in groups)
+    if config.speculative is not None:
+        # Beside a whole load there must be room for a step with drafts.
+        needed += sum(cdiv(config.speculative.num_step_slots, group.block_size) for group in groups)
     if needed > num_blocks - 1:
         raise ConfigError(
             f"{where}cache.num_gpu_blocks: {num_blocks} blocks, one of them the null block, cannot hold one request of "
-            f"model.max_model_len ({model.max_model_len} tokens): {needed + 1} are needed"
+            f"model.max_model_len ({scheduler.max_model_len} tokens): {needed + 1} are needed"
         )
     budget = config.scheduler.max_num_batched_tokens
-    if not config.scheduler.enable_chunked_prefill and budget < model.max_model_len:
+    if not config.scheduler.enable_chunked_prefill and budget < scheduler.max_model_len:
         raise ConfigError(
             f"{where}scheduler.max_num_batched_tokens ({budget}) must be >= model.max_model_len "
-            f"({model.max_model_len}) without chunked prefill"
+            f"({scheduler.max_model_len}) without chunked prefill"
+        )
+
+
+def check_speculation(groups: Sequence[KVCacheGroupSpec], config: RoleConfig, rules: DraftRules) -> None:
+    """Whether drafts go with the model's groups, and with what a step may compute."""
+    speculative, scheduler = config.speculative, config.scheduler
+    assert speculative is not None
+    count = speculative.num_speculative_tokens
+    if speculative.uses_hidden_states and any(group.kind == CHUNKED_LOCAL for group in groups):
+        raise ConfigError(f"speculative.method: {speculative.method} does not go with groups of kind {CHUNKED_LOCAL}")
+    smallest = min((group.block_size for group in groups if group.kind == MAMBA), default=count + 1)
+    if count >= smallest:
+        raise ConfigError(
+            f"speculative.num_speculative_tokens must be < the block_size of mamba groups ({smallest}), got {count}"
+        )
+    if config.cache.enable_prefix_caching and rules.num_prefill_lookahead > min(group.block_size for group in groups):
+        raise ConfigError(
+            f"speculative.num_mtp_layers: prefix caching with {rules.num_prefill_lookahead} MTP modules needs blocks "
+            "of at least as many tokens"
+        )
+    least = 1 + count + speculative.num_draft_slots
+    if scheduler.token_budget < least:
+        raise ConfigError(
+            f"scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens: a step with {count} "
+            f"speculative tokens needs {least}, got {scheduler.token_budget}"
         )
 
 
@@ -355,7 +414,11 @@ def _split_common(tables: dict[Role, dict[str, dict[str, Any]]]) -> dict[str, An
     """{role: {section: {key: value}}} → sections with what all roles share, and role tables with the rest."""
     first, *others = tables.values()
     common = {
-        section: {key: value for key, value in table.items() if all(other[section][key] == value for other in others)}
+        section: {
+            key: value
+            for key, value in table.items()
+            if all(key in other[section] and other[section][key] == value for other in others)
+        }
         for section, table in first.items()
     }
     own: dict[str, Any] = {
@@ -366,4 +429,7 @@ def _split_common(tables: dict[Role, dict[str, dict[str, Any]]]) -> dict[str, An
         for role, sections in tables.items()
         if others
     }
+    for sections in (common, *own.values()):
+        if not sections["speculative"]:
+            del sections["speculative"]
     return {**common, **own}

@@ -63,7 +63,8 @@ def convert(value: Any, hint: Any, where: str) -> Any:  # noqa: ANN401 - the poi
         return value
     if get_origin(hint) is tuple:
         if not isinstance(value, list):
-            raise ConfigError(f"{where}: expected an array of tables, got {shown(value)}")
+            what = "an array of tables" if is_dataclass(get_args(hint)[0]) else "an array of numbers"
+            raise ConfigError(f"{where}: expected {what}, got {shown(value)}")
         return tuple(convert(item, get_args(hint)[0], f"{where}[{index}]") for index, item in enumerate(value))
     if is_dataclass(hint):
         return build(hint, check_table(value, where), where)  # type: ignore[arg-type] # a class, not an instance
@@ -71,11 +72,13 @@ def convert(value: Any, hint: Any, where: str) -> Any:  # noqa: ANN401 - the poi
 
 
 def parse_text(text: str, hint: Any, where: str) -> Any:  # noqa: ANN401
-    """A value from the command line, as `hint` wants it: `512`, `0.5`, `true`, `none`, a word."""
+    """A value from the command line, as `hint` wants it: `512`, `0.5`, `true`, `none`, a word, numbers with commas."""
     arguments = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if NoneType in arguments and text == "none":
         return None
     scalar = next(argument for argument in arguments if argument is not NoneType)
+    if get_origin(scalar) is tuple:
+        return tuple(parse_text(part, get_args(scalar)[0], where) for part in text.split(","))
     value: Any = text
     try:
         if scalar is int:

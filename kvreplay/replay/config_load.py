@@ -20,7 +20,7 @@ from kvreplay.connectors.mooncake.config import MooncakeConfig
 from kvreplay.connectors.multi.config import MultiConfig
 from kvreplay.connectors.offloading.config import OffloadingConfig
 from kvreplay.connectors.simple_cpu.config import SimpleCpuConfig
-from kvreplay.engine.config import CacheConfig, SchedulerConfig
+from kvreplay.engine.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from kvreplay.errors import ConfigError
 from kvreplay.kv.specs import KVCacheGroupSpec
 from kvreplay.replay.config import (
@@ -53,6 +53,7 @@ _ROLE_SECTIONS: Final[dict[str, type]] = {
     "scheduler": SchedulerConfig,
     "cache": CacheConfig,
     "timing": StepTiming,
+    "speculative": SpeculativeConfig,
 }
 _SECTIONS: Final[dict[str, type]] = {
     "model": ModelConfig,
@@ -340,7 +341,16 @@ def _build_role(document: Document, role: Role, model: ModelConfig, source: str)
         scheduler=build(SchedulerConfig, *section("scheduler"), extra={"max_model_len": model.max_model_len}),
         cache=build(CacheConfig, *section("cache")),
         timing=build(StepTiming, *section("timing")),
+        speculative=_build_speculative(*section("speculative")),
     )
+
+
+def _build_speculative(table: Document, where: str) -> SpeculativeConfig | None:
+    """None without the table, or with no speculative tokens in it."""
+    check_keys(table, field_types(SpeculativeConfig), where)
+    if not table or table.get("num_speculative_tokens") == 0:
+        return None
+    return build(SpeculativeConfig, table, where)
 
 
 def _laid_over(base: Document, own: Document) -> Document:

@@ -14,7 +14,9 @@ from kvreplay.connectors.mooncake.structs import FIRST_TOKEN_STOPS
 from kvreplay.connectors.multi.scheduler import MultiScheduler
 from kvreplay.connectors.multi.workers import MultiWorkers
 from kvreplay.connectors.offloading.rank_memory import RankMemory
+from kvreplay.engine.acceptance import DraftCounters, SyntheticAcceptance
 from kvreplay.engine.accounts import RecomputeAccounts
+from kvreplay.engine.config import SpeculativeConfig
 from kvreplay.engine.connector import EngineWorkers, SchedulerConnector
 from kvreplay.engine.history.skipped_waiting import scheduler_kind
 from kvreplay.engine.instance import Instance
@@ -36,6 +38,7 @@ from kvreplay.kv.cache_manager import KVCacheManager
 from kvreplay.kv.content_index import ContentIndex
 from kvreplay.kv.group_keys import num_group_keys
 from kvreplay.kv.memory import KVMemory, NullMemory
+from kvreplay.kv.specs import KVCacheGroupSpec
 from kvreplay.replay.config import ReplayConfig, Role
 from kvreplay.replay.findings import LiveFindings
 from kvreplay.replay.offload import Offload
@@ -95,6 +98,7 @@ class Surroundings:
     death_at_start: Callable[[str], Death | None] = lambda instance: None
     sharding: Sharding = field(default_factory=Sharding)
     """How the KV memory of all engines is cut into the shares of their ranks."""
+    seed: int = 0
     single_steps: bool = False
     use_lockstep: bool = True
     """Off, together with `single_steps`: the plain way, to test the shortcuts against."""
@@ -113,6 +117,7 @@ class Node:
         self._rank = rank
         self._around = surroundings
         self._counters = Counters()
+        self._draft_counters = DraftCounters()
         self._earlier_usage: dict[str, int] = {}
         self.instance: Instance
         self.worker: EngineWorkers | None = None
@@ -141,7 +146,7 @@ class Node:
     def _start(self) -> None:
         around = self._around
         role = around.config.role(self.role)
-        groups = around.config.model.groups
+        groups = self._groups
         rules = SchedulerRules.of(around.behaviour)
         log = EngineLog(around.sink, self.name)
         pool = BlockPool(
@@ -157,6 +162,7 @@ class Node:
             watermark=role.scheduler.watermark,
             retention_interval=role.cache.prefix_cache_retention_interval,
             hash_block_size=role.cache.prefix_match_unit,
+            drafts=around.config.draft_rules(self.role),
             exact_estimates=rules.exact_estimates,
             looks_at_whole_chunks=rules.looks_at_whole_chunks,
             keeps_state_below_mark=around.behaviour["offload_state_below_mark"] == "unhashed",
@@ -173,6 +179,7 @@ class Node:
                 failure_rules=FailureRules.of(around.behaviour),
                 recompute_load_failures=around.recompute,
                 kv_role=self.kv_role,
+                speculation=role.speculative,
                 use_lockstep=around.use_lockstep,
                 output_is_shared=around.index.shares_generated,
             ),
@@ -194,6 +201,7 @@ class Node:
             model=model,
             findings=around.findings,
             counters=self._counters,
+            acceptance=self._acceptance(role.speculative),
             single_steps=around.single_steps,
         )
         self.instance.on_finished = self._ended
@@ -208,6 +216,15 @@ class Node:
             self._fail_to_start(death)
         elif not self._registers:
             self._come_up()
+
+    @property
+    def _groups(self) -> tuple[KVCacheGroupSpec, ...]:
+        return self._around.config.groups_of(self.role)
+
+    def _acceptance(self, speculation: SpeculativeConfig | None) -> SyntheticAcceptance | None:
+        if speculation is None:
+            return None
+        return SyntheticAcceptance(speculation.acceptance_rates, self._around.seed, self._draft_counters)
 
     @property
     def _registers(self) -> bool:
@@ -238,7 +255,7 @@ class Node:
         halves: list[SchedulerConnector] = []
         for part in around.config.connector.parts:
             if part == "mooncake":
-                halves.append(MooncakeScheduler(self.kv_role, around.config.model.groups, around.behaviour))
+                halves.append(MooncakeScheduler(self.kv_role, self._groups, around.behaviour))
                 continue
             self.offload = self._cpu_tier(part, kv, log)
             halves.append(self.offload.scheduler)
@@ -257,7 +274,7 @@ class Node:
 
     def _offload_workers(self, model: WorkerModel | None, memory: KVMemory) -> EngineWorkers:
         assert self.offload is not None
-        groups = self._around.config.model.groups
+        groups = self._groups
         num_words = 0 if model is None else max(words_per_block(group) for group in groups)
         if isinstance(self.offload, SimpleCpu):
             return self.offload.start_workers(memory, num_words)
@@ -309,7 +326,7 @@ class Node:
         from kvreplay.connectors.mooncake.sharded_buffers import make_buffers
 
         shares = around.sharding.row_shares(*around.config.topology.parallel_sizes(self.role))
-        buffers = make_buffers(scheduler.pool.num_blocks, around.config.model.groups, shares)
+        buffers = make_buffers(scheduler.pool.num_blocks, self._groups, shares)
         return WorkerModel(scheduler, buffers, every_read=around.config.kv.check == "every-read")
 
     def _mooncake(self, memory: KVMemory) -> EngineWorkers:
@@ -322,7 +339,7 @@ class Node:
             tp_size=tp_size,
             pp_size=pp_size,
             sharding=around.sharding,
-            groups=around.config.model.groups,
+            groups=self._groups,
             config=around.config.connector.mooncake,
             behaviour=around.behaviour,
             bus=around.bus,

@@ -33,6 +33,7 @@ def print_report(summary: Summary, console: Console) -> None:
         recomputed_section(summary),
         evicted_section(summary),
         tiers_section(summary),
+        _speculative(summary),
         _latency(summary),
         baseline_section(summary),
         instances_section(summary),
@@ -64,6 +65,24 @@ def _warnings(summary: Summary) -> Iterator[str]:
     for instance in summary.instances:
         if instance.overloaded:
             yield f"{instance.id} is overloaded: {instance.overloaded}"
+
+
+def _speculative(summary: Summary) -> Section:
+    drafts = summary.speculative
+    if drafts is None:
+        return
+    yield title("Speculative decoding", f"{number(drafts.num_draft_tokens)} tokens drafted")
+    if drafts.mean_acceptance_length is None:
+        return
+    rows = [
+        (
+            "accepted",
+            f"{number(drafts.num_accepted_tokens)} tokens",
+            share(drafts.num_accepted_tokens, drafts.num_draft_tokens),
+        ),
+        ("acceptance length", f"{drafts.mean_acceptance_length:.2f} tokens", "per verification"),
+    ]
+    yield table([_LEFT, _RIGHT, _LEFT], rows)
 
 
 def _requests(summary: Summary) -> Section:

@@ -7,10 +7,11 @@ import polars as pl
 
 from kvreplay.checkers.frames import rows_of
 from kvreplay.ids import NS_PER_S
-from kvreplay.verdict.model import Evicted, Instance, Loads, Recomputed, Series
+from kvreplay.verdict.model import Evicted, Instance, Loads, Recomputed, Series, Speculative
 
 COUNTERS: Final = (
     *("steps", "busy_ns", "computed_tokens", "loaded_tokens", "preemptions"),
+    *("drafts", "draft_tokens", "accepted_tokens"),
     *("hit_tokens", "store_bytes", "store_ns", "load_bytes", "load_ns", "flushed_jobs", "refused_offers"),
 )
 GAUGES: Final = ("blocks", "running", "queued", "deferred")
@@ -63,6 +64,21 @@ def loads(frame: pl.DataFrame) -> Loads:
         pulls_sent=count.get("pull.sent", 0),
         pulls_settled=count.get("pull.settled", 0),
         pulls_failed_by_cause=_lengths(failed_pulls, "cause"),
+    )
+
+
+def speculative(usage: pl.DataFrame) -> Speculative | None:
+    """None where no instance speculates."""
+    by_name: dict[str, int] = dict(usage.group_by("status").agg(pl.col("grown").sum()).rows())
+    if "drafts" not in by_name:
+        return None
+    drafts, drafted, accepted = (by_name[name] for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    return Speculative(
+        num_drafts=drafts,
+        num_draft_tokens=drafted,
+        num_accepted_tokens=accepted,
+        draft_acceptance_rate=round(accepted / drafted, 6) if drafted else None,
+        mean_acceptance_length=round(1 + accepted / drafts, 6) if drafts else None,
     )
 
 

@@ -135,6 +135,19 @@ class Tiers(msgspec.Struct, frozen=True, kw_only=True):
     """Tier → cause → chunks."""
 
 
+class Speculative(msgspec.Struct, frozen=True, kw_only=True):
+    """Speculative decoding over all instances, under the names of vLLM's log line."""
+
+    num_drafts: int = 0
+    """Verifications: one for each request and step that has drafts, placeholders of a padded decode included."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    draft_acceptance_rate: float | None = None
+    """Accepted of the drafted tokens; None where there were none."""
+    mean_acceptance_length: float | None = None
+    """Tokens that a verification brings, the one that is always right included; None where there was none."""
+
+
 class Violation(msgspec.Struct, frozen=True, kw_only=True):
     checker: str
     time_s: float
@@ -298,6 +311,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     loads: Loads = Loads()
     tiers: Tiers | None = None
     """None where there is no tier behind the GPU's pool."""
+    speculative: Speculative | None = None
+    """None where no instance speculates."""
     series: list[Series] = []
     in_effect: InEffect | None = None
     baseline: Baseline | None = None

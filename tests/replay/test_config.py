@@ -116,7 +116,7 @@ def test_a_sliding_window_needs_only_its_window_and_a_step() -> None:
     # 127 + 256 tokens are 24 blocks, one more where they start inside a block, and the null block.
     document["cache"]["num_gpu_blocks"] = 26
     config = config_from_json(_dump(document))
-    check_role(config.model, "engine", config.role("engine"))
+    check_role(config.model.groups, "engine", config.role("engine"))
     document["cache"]["num_gpu_blocks"] = 25
     with pytest.raises(ConfigError, match=r"26 are needed$"):
         config_from_json(_dump(document))

@@ -162,7 +162,7 @@ def test_a_wrong_set_is_named(assignment: str, message: str) -> None:
         ("[scheduler]\nmax_num_seqs = 'x'\n", " [scheduler] max_num_seqs: expected an integer, got 'x'"),
         ("[scheduler]\nmax_num_seqs = true\n", " [scheduler] max_num_seqs: expected an integer, got True"),
         ("[scheduler]\nmax_num_seqs = 0\n", " scheduler.max_num_seqs must be > 0, got 0"),
-        ("[decode]\nkv = 1\n", " [decode] kv: unknown key; known are scheduler, cache, timing"),
+        ("[decode]\nkv = 1\n", " [decode] kv: unknown key; known are scheduler, cache, timing, speculative"),
         ("[decode.cache]\nblocks = 1\n", " [decode.cache] blocks: unknown key; did you mean 'num_gpu_blocks'?"),
         ("[decode]\ncache = 3\n", " [decode.cache]: expected a table, got 3"),
         ("kv = 3\n", " [kv]: expected a table, got 3"),

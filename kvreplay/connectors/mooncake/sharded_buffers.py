@@ -32,6 +32,11 @@ class ShardedBuffers(KVBuffers):
             plane.write(table, content, group + offset, start, end, taint)
         return hits_null
 
+    def write_rejected(self, table: BlockIds, group: int, start: int, end: int) -> None:
+        super().write_rejected(table, group, start, end)
+        for plane in self._others:
+            plane.write_rejected(table, group, start, end)
+
     def wrong_positions(
         self, table: BlockIds, content: Content, group: int, start: int, end: int
     ) -> NDArray[np.int64] | None:

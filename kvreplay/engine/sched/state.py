@@ -74,7 +74,7 @@ class SchedulerState:
         self._num_lookahead_tokens = speculation.num_lookahead_tokens if speculation is not None else 0
         self._num_draft_slots = speculation.num_draft_slots if speculation is not None else 0
         self._chunks = chunk_rules(config, kv, speculation, options.cache_block_size, rules)
-        self._num_step_slots = 1 + self._num_spec_tokens + self._num_lookahead_tokens if self._num_spec_tokens else 0
+        self._num_step_slots = speculation.num_step_slots if speculation is not None else 0
         self._step_blocks = kv.blocks_of_tokens(self._num_step_slots)
         self._is_async = config.async_scheduling
         self._by_priority = config.policy == "priority"
@@ -162,8 +162,9 @@ class SchedulerState:
         """Requests in `kv_holding_waiting` that are not parked: their load is over, and they did not fit yet."""
         self._lookup_version = -1
         is_pure = connector is None or connector.lookup_is_pure
-        self._asks_again = not is_pure or config.prefill_schedule_interval != 1 or speculation is not None
-        self._may_settle = not self._asks_again and not self._is_async
+        self._asks_again = not is_pure or config.prefill_schedule_interval != 1
+        # What a scan passes over may fit another step's drafts.
+        self._may_settle = not self._asks_again and not self._is_async and speculation is None
         self._explicit: dict[str, Request] = {}
         """Running requests that are not in lockstep, in order of admission."""
 

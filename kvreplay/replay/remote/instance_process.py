@@ -74,7 +74,7 @@ class InstanceProcess:
         self.bus.update_directory(setup.endpoints)
         self.injector = Injector(make_plan(setup.faults), setup.seed, self._sink, loop, self.bus)
         sink = self.injector.sink
-        index = ContentIndex(workload.arrivals, config.hash_block_size)
+        index = ContentIndex(workload.arrivals, config.hash_block_size, config.num_hash_lookahead)
         blame = self.injector.blame
         findings = LiveFindings(loop, sink, blame.of_request, blame.lasting_at)
         surroundings = Surroundings(
@@ -87,6 +87,7 @@ class InstanceProcess:
             findings=findings,
             death_at_start=partial(self.injector.death_at_start, topology_of(config, workload).instances),
             sharding=config.sharding,
+            seed=setup.seed,
         )
         roles = instance_names(config)
         rank = list(roles).index(setup.name) + 1

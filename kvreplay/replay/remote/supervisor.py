@@ -223,7 +223,7 @@ class RemoteCluster:
         self.bus = _ProxyBus(self.loop, self._nodes)
         self.injector = Injector(settings.plan, settings.seed, sink, self.loop, self.bus)
         self.sink = self.injector.sink
-        self.index = ContentIndex(workload.arrivals, config.hash_block_size)
+        self.index = ContentIndex(workload.arrivals, config.hash_block_size, config.num_hash_lookahead)
         self.roles = instance_names(config)
         self.malformed: Counter[tuple[str, str]] = Counter()
         """(instance, what) → how many messages came in that no peer sends."""
