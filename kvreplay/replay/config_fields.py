@@ -78,7 +78,7 @@ def parse_text(text: str, hint: Any, where: str) -> Any:  # noqa: ANN401
         return None
     scalar = next(argument for argument in arguments if argument is not NoneType)
     if get_origin(scalar) is tuple:
-        return tuple(parse_text(part, get_args(scalar)[0], where) for part in text.split(","))
+        return [parse_text(part, get_args(scalar)[0], where) for part in text.split(",")]
     value: Any = text
     try:
         if scalar is int:

@@ -43,6 +43,7 @@ def test_presets_of_the_project() -> None:
         "mooncake-1p1d",
         "mooncake-4p4d",
         "mooncake-4p4d-tp4-tp2",
+        "mooncake-mtp",
         "offload-boundary",
         "offload-hybrid",
         "offload-hybrid-8",

@@ -266,3 +266,126 @@ def test_unknown_policy_and_profile_are_named() -> None:
         load_config("single", policy="retry")
     with pytest.raises(ConfigError, match=r"^--profile idea: unknown profile; did you mean 'ideal'\?$"):
         load_config("single", profile="idea")
+
+
+# -- speculation --------------------------------------------------------------------------------------------------
+
+MTP = "[speculative]\nnum_speculative_tokens = 3\nmethod = 'mtp'\n"
+
+
+def speculation(path: str, *sets: str) -> list[int]:
+    """Speculative tokens of prefill and decode instances, read back from the document that the config writes."""
+    written = load_config(path, sets=sets).config
+    read = load_config(trace_config=written.to_json()).config
+    assert read == written
+    parts = [read.roles[role].speculative for role in ("prefill", "decode")]
+    return [part.num_speculative_tokens if part is not None else 0 for part in parts]
+
+
+def test_speculation_is_off_unless_a_table_says_otherwise(write: WriteConfig) -> None:
+    plain, mtp = MINIMAL, MINIMAL + MTP
+    assert speculation(write(plain)) == [0, 0]
+    assert "speculative" not in load_config(write(plain)).config.to_document()
+    assert speculation(write(mtp)) == [3, 3]
+    assert speculation(write(mtp), "speculative.num_speculative_tokens=0") == [0, 0]
+    assert speculation(write(mtp), "prefill.speculative.num_speculative_tokens=0") == [0, 3]
+    assert speculation(write(plain), "decode.speculative.num_speculative_tokens=2") == [0, 2]
+    assert speculation(write(mtp + "[decode.speculative]\nnum_speculative_tokens = 1\n")) == [3, 1]
+
+
+def test_acceptance_is_given_as_rates_or_as_a_length(write: WriteConfig) -> None:
+    def rates(*sets: str) -> list[float]:
+        part = load_config(write(MINIMAL + MTP), sets=[f"speculative.{item}" for item in sets]).config.role("decode")
+        assert part.speculative is not None
+        return [round(rate, 6) for rate in part.speculative.acceptance_rates]
+
+    assert rates() == [0.7, 0.49, 0.343]
+    assert rates("synthetic_acceptance_rates=0.8,0.5,0") == [0.8, 0.5, 0.0]
+    assert rates("synthetic_acceptance_length=2.4") == [1.0, 0.4, 0.0]
+    assert rates("synthetic_acceptance_length=4") == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("num_speculative_tokens=-1", "speculative.num_speculative_tokens must be in [1, 64], got -1"),
+        ("num_speculative_tokens=some", "expected an integer, got 'some'"),
+        ("num_spec_tokens=1", "unknown key; did you mean 'speculative.num_speculative_tokens'?"),
+        ("method=medusa", "speculative.method must be one of eagle, eagle3, mtp, draft_model, ngram, got 'medusa'"),
+        ("num_mtp_layers=0", "speculative.num_mtp_layers must be > 0, got 0"),
+        ("draft_pass_ns=-1", "speculative.draft_pass_ns must be >= 0, got -1"),
+        (
+            "synthetic_acceptance_rates=0.5",
+            "speculative.synthetic_acceptance_rates: 3 are needed, one for each speculative token, got 1",
+        ),
+        ("synthetic_acceptance_rates=0.5,x,1", "expected a number, got 'x'"),
+        (
+            "synthetic_acceptance_rates=0.5,0.6,0.1",
+            "speculative.synthetic_acceptance_rates must not increase, got 0.5, 0.6, 0.1",
+        ),
+        (
+            "synthetic_acceptance_rates=1.5,1,1",
+            "speculative.synthetic_acceptance_rates must be in [0, 1], got 1.5, 1.0, 1.0",
+        ),
+        ("synthetic_acceptance_length=4.5", "speculative.synthetic_acceptance_length must be in [1, 4], got 4.5"),
+    ],
+)
+def test_a_wrong_key_of_speculation_is_named(write: WriteConfig, assignment: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(MINIMAL + MTP), sets=[f"speculative.{assignment}"])
+    assert str(caught.value) == f"--set speculative.{assignment}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[speculative]\nmethod = 'mtp'\n", " [speculative] num_speculative_tokens: missing"),
+        (
+            "[speculative]\nsynthetic_acceptance_rates = 0.5\n",
+            " [speculative] synthetic_acceptance_rates: expected an array of numbers, got 0.5",
+        ),
+        (
+            "[speculative]\nnum_speculative_tokens = 1\nsynthetic_acceptance_rates = [1]\n"
+            "synthetic_acceptance_length = 1\n",
+            " speculative.synthetic_acceptance_rates and speculative.synthetic_acceptance_length: give one of them",
+        ),
+        (
+            "[scheduler]\nmax_num_batched_tokens = 4\nmax_num_seqs = 4\n[speculative]\nnum_speculative_tokens = 4\n",
+            " scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens: a step with 4 speculative tokens "
+            "needs 5, got 4",
+        ),
+        (
+            "[speculative]\nmethod = 'mtp'\nnum_speculative_tokens = 20\nnum_mtp_layers = 20\n",
+            " speculative.num_mtp_layers: prefix caching with 20 MTP modules needs blocks of at least as many tokens",
+        ),
+    ],
+)
+def test_speculation_that_does_not_go_with_the_rest_is_refused(write: WriteConfig, text: str, message: str) -> None:
+    path = write(MINIMAL + text)
+    assert refused(path) == f"{path}:{message}"
+
+
+def test_groups_that_drafts_do_not_go_with(write: WriteConfig) -> None:
+    chunks = """
+[[model.groups]]
+kind = "{kind}"
+block_size = 4
+bytes_per_token = 4
+attention_chunk_size = 8
+[[model.groups]]
+block_size = 4
+bytes_per_token = 4
+""".replace("{kind}", "chunked_local")
+    states = chunks.replace("chunked_local", "mamba").replace(
+        "bytes_per_token = 4\nattention_chunk_size = 8", "state_bytes = 16\nmamba_cache_mode = 'align'"
+    )
+    base = MINIMAL.replace('preset = "llama-70b"\n', "").replace("[topology]", "{groups}[topology]", 1)
+    base = base.replace("num_gpu_blocks = 100", "num_gpu_blocks = 1000")
+    path = write(base.replace("{groups}", chunks) + MTP)
+    assert refused(path) == f"{path}: speculative.method: mtp does not go with groups of kind chunked_local"
+    path = write(base.replace("{groups}", states) + MTP.replace("3", "4"))
+    message = "speculative.num_speculative_tokens must be < the block_size of mamba groups (4), got 4"
+    assert refused(path) == f"{path}: {message}"
+    config = load_config(write(base.replace("{groups}", states) + MTP)).config
+    assert [group.num_speculative_blocks for group in config.groups_of("decode")] == [3, 0]
+    assert [group.num_speculative_blocks for group in config.model.groups] == [0, 0]
