@@ -120,6 +120,18 @@ ENGINE: Final = (
         ideal="whole",
     ),
     switch(
+        "load_lookahead",
+        "vllm#57104; scheduler.py schedule: _spec_decode_step_blocks in reserved_blocks",
+        {
+            "ignored": "a load is admitted where its blocks fit, though the step after it needs more for drafts: when "
+            "two have landed, neither may have room, and parked requests are no victims (before 0.33.0)",
+            "reserved": "it must leave room for a step with drafts, its own and everyone's in flight (0.33.0)",
+        },
+        v0_33="reserved",
+        ideal="reserved",
+        v2026_08="ignored",
+    ),
+    switch(
         "block_estimates",
         "single_type_kv_cache_manager.py get_num_blocks_to_allocate; scheduler.py: reserved blocks of loads",
         {

@@ -1,12 +1,14 @@
 """HIT-ATTAINABLE: what a CPU tier stores of a prompt suffices for the prompt to hit it."""
 
-from typing import NamedTuple
+from collections.abc import Collection
+from math import lcm
+from typing import Final, NamedTuple
 
 from kvreplay.connectors.offloading.layout import OffloadLayout
 from kvreplay.connectors.offloading.lookup import ChunkLookup
 from kvreplay.connectors.offloading.manager import LookupResult
 from kvreplay.connectors.offloading.reachable import Horizon, StoreMask
-from kvreplay.connectors.offloading.request_state import RequestState
+from kvreplay.connectors.offloading.request_state import GroupState, RequestState
 
 
 class ShortWindow(NamedTuple):
@@ -45,6 +47,63 @@ def short_window(
             if found is not None:
                 return found
     return None
+
+
+class WithheldHit(NamedTuple):
+    """A hit shorter than what is there less one chunk of the drafter's."""
+
+    hit: int
+    """Tokens beyond those that the GPU holds."""
+    attainable: int
+
+
+_MOST_BOUNDARIES: Final = 64
+
+
+def withheld_hit(state: RequestState, hit: int, drafters: Collection[int], lookup: ChunkLookup) -> WithheldHit | None:
+    """What a drafter must not cost: of what every group has, more than a chunk of the drafter's group.
+
+    `drafters`: groups that are marked as the drafter's; where none is, it may be any, and the best case counts.
+    """
+    if not lookup.manager.lookup_is_pure or state.max_load_tokens is not None:
+        return None
+    local, end = state.num_local_tokens, state.request.num_tokens - 1
+    stored: dict[int, int] = {}
+    windowed = []
+    for group_state in state.groups:
+        group, size = group_state.group, group_state.group.tokens_per_chunk
+        if group.is_windowed:
+            windowed.append(group_state)
+            if group.group_id in drafters:
+                return None
+            continue
+        num_hits = lookup.leading_hits(group_state.keys[local // size : end // size], state)
+        if num_hits is None:
+            return None
+        stored[group.group_id] = (local // size + num_hits) * size
+    if not stored:
+        return None
+    sizes = {group_state.group.group_id: group_state.group.tokens_per_chunk for group_state in state.groups}
+    if drafters:
+        end = min(tokens - (sizes[group] if group in drafters else 0) for group, tokens in stored.items())
+    else:
+        end = max(
+            min(tokens - (sizes[group] if group == drafter else 0) for group, tokens in stored.items())
+            for drafter in stored
+        )
+    unit = lcm(*sizes.values())
+    end -= end % unit
+    for boundary in range(end, max(local + hit, end - _MOST_BOUNDARIES * unit), -unit):
+        if all(_has_window(group_state, boundary, state, lookup) for group_state in windowed):
+            return WithheldHit(hit, boundary - local)
+    return None
+
+
+def _has_window(group_state: GroupState, end: int, state: RequestState, lookup: ChunkLookup) -> bool:
+    group = group_state.group
+    last = end // group.tokens_per_chunk
+    keys = group_state.keys[max(last - group.load_window_chunks(end), 0) : last]
+    return bool((lookup.manager.lookup_many(keys, state.context) == int(LookupResult.HIT)).all())
 
 
 def _missing_at(state: RequestState, index: int, end: int, mask: StoreMask, lookup: ChunkLookup) -> ShortWindow | None:

@@ -24,6 +24,8 @@ class SchedulerRules:
     """A chunk that alignment and drafters leave nothing of is aligned otherwise."""
     pads_whole_only: bool = False
     """A request with one token left is not padded for drafts where the threshold of long prefills would cut that."""
+    loads_ignore_drafts: bool = False
+    """A load is admitted without regard to what the step after it needs for drafts."""
     exact_estimates: bool = False
     """Blocks that a request will need are not counted short."""
     stops_before_last_token: bool = False
@@ -40,6 +42,7 @@ class SchedulerRules:
             rolls_back_dropped=behaviour["dropped_samples"] == "roll_back",
             never_cuts_to_nothing=behaviour["aligned_lookahead"] == "progress",
             pads_whole_only=behaviour["padded_decodes"] == "whole",
+            loads_ignore_drafts=behaviour["load_lookahead"] == "ignored",
             exact_estimates=behaviour["block_estimates"] == "exact",
             stops_before_last_token=behaviour["whole_prompt_load"] == "stop_before",
             looks_at_whole_chunks=behaviour["chunked_local_hits"] == "whole_chunk",

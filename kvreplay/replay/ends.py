@@ -77,7 +77,7 @@ class Ends:
 def _waiting_on(scheduler: Scheduler, request: Request, num_blocks_held: int) -> str:
     if request.request_id in scheduler.livelocked:
         return f"progress: {request.attempts} times parked or preempted without a token"
-    if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+    if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS and request.request_id not in scheduler.finished_recving:
         return "remote KV"
     if request.request_id in scheduler.deferred_waiting and request.lookup_answer == (None, False):
         return "an undecided lookup"

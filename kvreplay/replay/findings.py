@@ -5,7 +5,7 @@ from typing import Final, TypeAlias
 
 from kvreplay.checkers.conservation import check_conservation, check_drained, snapshot_of
 from kvreplay.checkers.finding import AGREE, CONTENT, FENCE, HIT_ATTAINABLE, NULL_BLOCK, STORE_CONTENT, Finding
-from kvreplay.checkers.hit_attainable import ShortWindow
+from kvreplay.checkers.hit_attainable import ShortWindow, WithheldHit
 from kvreplay.checkers.store_content import ForeignBlock
 from kvreplay.engine.output import Share
 from kvreplay.engine.stepping import SteppingInstance
@@ -93,6 +93,18 @@ class LiveFindings:
             instance=instance,
             request_id=request_id,
             group=window.group,
+        )
+        self._emit(finding, None)
+
+    def withheld_hit(self, instance: str, request_id: str, found: WithheldHit) -> None:
+        """The same, where a drafter costs more than it must."""
+        finding = Finding(
+            HIT_ATTAINABLE,
+            self._loop.now_ns,
+            f"a hit of {found.hit} tokens, where all groups have {found.attainable} without the chunk that a drafter "
+            "gives up",
+            instance=instance,
+            request_id=request_id,
         )
         self._emit(finding, None)
 

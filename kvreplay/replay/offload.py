@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-from kvreplay.checkers.hit_attainable import short_window
+from kvreplay.checkers.hit_attainable import short_window, withheld_hit
 from kvreplay.checkers.store_content import foreign_blocks
 from kvreplay.connectors.offloading.accounts import OffloadAccounts
 from kvreplay.connectors.offloading.behaviour import offload_behaviour
@@ -47,8 +47,9 @@ class Offload:
         self._kv = kv
         self._findings = findings
         self._workers: OffloadingWorkers | None = None
-        self._short_windows: dict[str, None] = {}
+        self._short_hits: dict[str, None] = {}
         """Requests of which HIT-ATTAINABLE has been told."""
+        self._drafters = frozenset(group for group, spec in enumerate(kv.groups) if spec.is_eagle)
         layout = engine_layout(
             kv,
             config,
@@ -78,6 +79,7 @@ class Offload:
             lookup_timeout_ns=nanoseconds(config.lookup_timeout),
             observer=self,
             mirrors_states=False,
+            has_drafter=kv.rules.drops_eagle_block,
         )
 
     def _wake_at(self, time_ns: int) -> None:
@@ -141,13 +143,19 @@ class Offload:
 
     def looked_up(self, state: RequestState, hit: int) -> None:
         request_id = state.request.request_id
-        if request_id in self._short_windows:
+        if request_id in self._short_hits:
             return
         scheduler = self.scheduler
         window = short_window(state, hit, self._layout, scheduler.stores.masks, scheduler.lookup)
         if window is not None:
-            self._short_windows[request_id] = None
+            self._short_hits[request_id] = None
             self._findings.short_window(self._instance, request_id, window)
+            return
+        if self._kv.rules.drops_eagle_block:
+            withheld = withheld_hit(state, hit, self._drafters, scheduler.lookup)
+            if withheld is not None:
+                self._short_hits[request_id] = None
+                self._findings.withheld_hit(self._instance, request_id, withheld)
 
     def usage(self) -> dict[str, int]:
         """What is sampled of it."""

@@ -29,6 +29,10 @@ def _with_room(role: RoleConfig, groups: tuple[KVCacheGroupSpec, ...], speculati
     return replace(role, cache=cache, speculative=speculative)
 
 
+def without_drafts(config: ReplayConfig) -> ReplayConfig:
+    return replace(config, roles={name: replace(role, speculative=None) for name, role in config.roles.items()})
+
+
 @st.composite
 def drafters(draw: st.DrawFn, groups: tuple[KVCacheGroupSpec, ...]) -> SpeculativeConfig:
     count = draw(st.integers(1, 3))

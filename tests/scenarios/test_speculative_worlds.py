@@ -1,11 +1,18 @@
 """Random clusters that speculate: what holds for one token a step holds for several."""
 
-from hypothesis import given, settings
+from random import Random
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvreplay.replay.config import ReplayConfig
+from kvreplay.trace.workload import Workload
 from tests.scenarios.hybrid_worlds import hybrid_worlds
 from tests.scenarios.random_worlds import ENGINE_FAULTS, PAIR_FAULTS, World, worlds
-from tests.scenarios.speculative_worlds import speculating
+from tests.scenarios.speculative_worlds import drafters, speculating, with_drafts, without_drafts
+from tests.scenarios.stage import play
 from tests.scenarios.test_hybrids import found
+from tests.scenarios.test_offload_worlds import a_config, overlapping, some_clients, some_faults
 from tests.scenarios.test_properties import check_blocks, check_every_request_is_accounted_for, check_outputs
 
 
@@ -53,3 +60,38 @@ def test_ideal_violates_nothing_under_any_mix_of_faults(world: World) -> None:
 def test_nothing_escapes_whoever_looks_only_where_something_changed(world: World) -> None:
     """Looking at every read finds the same."""
     assert found(world.with_kv(check="every-read").play()) == found(world.play())
+
+
+@st.composite
+def tiered(draw: st.DrawFn) -> tuple[ReplayConfig, Workload, list[str], int]:
+    """An engine with a CPU tier that speculates, with clients and faults."""
+    seed = draw(st.integers(0, 1 << 20))
+    rng = Random(seed)
+    config, has_tier = a_config(rng)
+    clients, faults = some_clients(rng), some_faults(rng, has_tier=has_tier)
+    config = with_drafts(config, draw(drafters(config.model.groups)))
+    return overlapping(config) if draw(st.integers(0, 3)) == 3 else config, clients, faults, seed
+
+
+@settings(max_examples=60, deadline=None)
+@given(tiered(), st.booleans())
+def test_with_a_cpu_tier_ideal_is_worth_the_name(
+    world: tuple[ReplayConfig, Workload, list[str], int],
+    recompute: bool,
+) -> None:
+    config, clients, faults, seed = world
+    played = play(config, clients, *faults, behaviour="ideal", recompute=recompute, seed=seed)
+    assert not played.of("violation", "engine.crashed", "request.stalled")
+    outputs = {event.request_id: event.output_hash for event in played.of("request.finished")}
+    for event in play(without_drafts(config), clients, behaviour="ideal").of("request.finished"):
+        assert outputs.get(event.request_id, event.output_hash) == event.output_hash
+
+
+@settings(max_examples=60, deadline=None)
+@given(tiered())
+def test_with_a_cpu_tier_0_33_breaks_no_law_without_faults(
+    world: tuple[ReplayConfig, Workload, list[str], int],
+) -> None:
+    config, clients, _, _ = world
+    played = play(config, clients)
+    assert not played.of("violation", "engine.crashed", "request.stalled")

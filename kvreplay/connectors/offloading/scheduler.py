@@ -40,7 +40,7 @@ class StepObserver(Protocol):
     def store_ended(self, job_id: int, req_id: str, num_blocks: int, failure: str | None) -> None: ...
 
     def looked_up(self, state: RequestState, hit: int) -> None:
-        """Of models of which too little is kept in a window."""
+        """Of models of which too little is kept in a window, or with a drafter."""
         ...
 
 
@@ -50,7 +50,7 @@ class OffloadingScheduler:
     `max_loadable`: how far beyond the local hit a load may reach, where groups that are not offloaded limit it; None:
     nothing does. `now_ns` is the time and `wake_at` has the engine ask again at that time, both for bounded lookups.
     `mirrors_states`: follow also the tables of groups whose states are handed over, which is of no use but to show what
-    vLLM's connector would have of them.
+    vLLM's connector would have of them. `has_drafter`: the model speculates with a drafter of the EAGLE kind.
     """
 
     requires_kv_delivery = False
@@ -68,6 +68,7 @@ class OffloadingScheduler:
         lookup_timeout_ns: int = 0,
         observer: StepObserver | None = None,
         mirrors_states: bool = True,
+        has_drafter: bool = False,
     ) -> None:
         self.layout = layout
         self._mirrored = tuple(
@@ -103,7 +104,7 @@ class OffloadingScheduler:
         self._wake_at = wake_at
         self._lookup_timeout_ns = lookup_timeout_ns
         self._observer = observer
-        self._has_short_windows = any(mask.is_short for mask in self.stores.masks)
+        self._hits_may_be_short = has_drafter or any(mask.is_short for mask in self.stores.masks)
         self._given_now = Marks()
         self._unsettled: dict[str, None] = {}
         """Requests with windows that have more to offer: from blocks that must not have been given away since."""
@@ -159,7 +160,7 @@ class OffloadingScheduler:
         if not request.skip_reading_prefix_cache:
             bound = None if self._max_loadable is None else self._max_loadable(request, num_computed_tokens)
             hit = self._bounded(state, self.lookup.find(state, bound))
-            if self._has_short_windows and hit is not None and bound is None and self._observer is not None:
+            if self._hits_may_be_short and hit is not None and bound is None and self._observer is not None:
                 self._observer.looked_up(state, hit)
         is_sync = self._reserve_sync_load(state, hit)
         return hit, bool(hit) and not is_sync

@@ -74,7 +74,8 @@ class SchedulerState:
         self._num_lookahead_tokens = speculation.num_lookahead_tokens if speculation is not None else 0
         self._num_draft_slots = speculation.num_draft_slots if speculation is not None else 0
         self._chunks = chunk_rules(config, kv, speculation, options.cache_block_size, rules)
-        self._num_step_slots = speculation.num_step_slots if speculation is not None else 0
+        reserves = speculation is not None and not rules.loads_ignore_drafts
+        self._num_step_slots = speculation.num_step_slots if speculation is not None and reserves else 0
         self._step_blocks = kv.blocks_of_tokens(self._num_step_slots)
         self._is_async = config.async_scheduling
         self._by_priority = config.policy == "priority"
