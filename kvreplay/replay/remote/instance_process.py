@@ -27,6 +27,7 @@ from kvreplay.replay.findings import LiveFindings
 from kvreplay.replay.network import LinkNetwork
 from kvreplay.replay.node import Leg, Node, Surroundings, instance_names
 from kvreplay.replay.remote import messages
+from kvreplay.replay.remote.shared_blame import SharedBlame
 from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
 from kvreplay.sim.event_loop import EventLoop
 from kvreplay.trace.reader import read_trace
@@ -72,10 +73,11 @@ class InstanceProcess:
             network=LinkNetwork(config.network),
         )
         self.bus.update_directory(setup.endpoints)
-        self.injector = Injector(make_plan(setup.faults), setup.seed, self._sink, loop, self.bus)
+        plan = make_plan(setup.faults)
+        self.injector = Injector(plan, setup.seed, self._sink, loop, self.bus)
         sink = self.injector.sink
         index = ContentIndex(workload.arrivals, config.hash_block_size, config.num_hash_lookahead)
-        blame = self.injector.blame
+        self._blame = blame = SharedBlame(plan, self.injector.blame)
         findings = LiveFindings(loop, sink, blame.of_request, blame.lasting_at)
         surroundings = Surroundings(
             config=config,
@@ -96,7 +98,7 @@ class InstanceProcess:
         self._node = self.node = Node(setup.name, roles[setup.name], rank, surroundings)
         self._is_serving = False
         self.node.on_end = self._ended
-        self._ends = Ends([self.node], loop, sink, self.injector.blame, findings)
+        self._ends = Ends([self.node], loop, sink, blame, findings)
         self.injector.count_elsewhere(self._ask)
         self.injector.arm_messages()
         self._said = (False, 0, 0)
@@ -151,6 +153,8 @@ class InstanceProcess:
             case messages.Seen():
                 for event in message.events:
                     self.injector.observe(event)
+            case messages.Hit():
+                self._blame.note(message.place, message.handle, message.request_id, message.instances)
             case messages.Order():
                 self._paced.arrive(lambda: self._carry_out(message))
             case messages.Decision():

@@ -63,6 +63,15 @@ class Seen(_Message):
     events: list[Event]
 
 
+class Hit(_Message):
+    """A fault has hit, here or elsewhere: its place in the plan, and the supervisor's handle of the event."""
+
+    place: int
+    handle: int
+    request_id: str | None
+    instances: list[str]
+
+
 class Order(_Message):
     """Do this, and say so: an action fault's verb, or `report-stalls`, `heal`, `close-accounts`."""
 
@@ -150,7 +159,7 @@ class Failed(_Message):
     traceback: str
 
 
-ToInstance = Setup | Grant | Directory | Arrival | Abort | Seen | Order | Decision | Quit
+ToInstance = Setup | Grant | Directory | Arrival | Abort | Seen | Hit | Order | Decision | Quit
 FromInstance = Ready | Listening | Serving | Happened | Ended | Settled | Done | Question | Account | Failed
 
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -32,6 +32,7 @@ from kvreplay.replay.overrides import overridden
 from kvreplay.replay.proxy import Proxy
 from kvreplay.replay.remote import messages
 from kvreplay.replay.remote.external_bootstrap import ExternalBootstrap
+from kvreplay.replay.remote.shared_blame import HitsToldSink, handle_there
 from kvreplay.sim.bus import Bus, owner_of
 from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
 from kvreplay.sim.event_loop import FOREVER_NS, EventLoop
@@ -221,7 +222,8 @@ class RemoteCluster:
         self.paced = PacedLoop(self.loop, shared_instant(self.clock_file.fileno()))
         self._nodes: dict[str, RemoteNode] = {}
         self.bus = _ProxyBus(self.loop, self._nodes)
-        self.injector = Injector(settings.plan, settings.seed, sink, self.loop, self.bus)
+        told = HitsToldSink(sink, self._tell_hit)
+        self.injector = Injector(settings.plan, settings.seed, told, self.loop, self.bus)
         self.sink = self.injector.sink
         self.index = ContentIndex(workload.arrivals, config.hash_block_size, config.num_hash_lookahead)
         self.roles = instance_names(config)
@@ -455,7 +457,7 @@ class RemoteCluster:
         for event in events:
             cause = event.cause_handle
             if cause is not None:
-                event = event._replace(cause_handle=node.handles[cause])
+                event = event._replace(cause_handle=handle_there(cause, node.handles))
             handle = self.sink.emit(event)
             node.handles.append(handle)
             if event.kind == "fault.injected":
@@ -466,6 +468,14 @@ class RemoteCluster:
             for other in self._nodes.values():
                 if other is not node:
                     other.tell(messages.Seen(events=seen))
+
+    def _tell_hit(self, event: Event, handle: int) -> None:
+        if event.cause in self._specs:
+            place = self._specs.index(event.cause)
+            instances = [name for name in (event.instance, event.peer) if name is not None]
+            hit = messages.Hit(place=place, handle=handle, request_id=event.request_id, instances=instances)
+            for node in self._nodes.values():
+                node.tell(hit)
 
     def _note_fault(self, event: Event, handle: int) -> None:
         if event.cause in self._specs:
