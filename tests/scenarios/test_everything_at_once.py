@@ -23,6 +23,16 @@ PUBLIC = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.j
 PART = 3_000
 _BEYOND_REQUESTS = ("mooncake.dup-transfer-id", "mooncake.role-mismatch", "mooncake.kv-both-chain")
 """Parameters that are wrong beyond their own request: they end engines, or all share one transfer."""
+BEYOND = (
+    "mooncake.dup-transfer-id:p=0.04",
+    "mooncake.role-mismatch:nth=45",
+    "mooncake.kv-both-chain:p=0.05",
+    "mooncake.register-conflict:instance=P1",
+    "mooncake.register-timeout:instance=P2,times=1",
+    "mooncake.register-mem:instance=P3",
+    "mooncake.engine-init:instance=D3",
+)
+"""What the others' run leaves out: these, instances that never come up, and one that comes up late."""
 POLICIES = ["fail", "recompute"]
 
 
@@ -39,9 +49,18 @@ def every_fault(p: float) -> tuple[str, ...]:
     return tuple(f"{name}:p={p}" for name in ["abort", "mooncake.p-abort-while-waiting", *of_messages])
 
 
-def run(trace: Path, profile: str, policy: str, p: float, limit: int | None = None) -> Summary:
-    inject = every_fault(p)
-    loaded = load_config("mooncake-4p4d-tp4-tp2", policy=policy, profile=profile)
+def run(
+    trace: Path,
+    profile: str,
+    policy: str,
+    p: float,
+    limit: int | None = None,
+    *,
+    beyond: tuple[str, ...] = (),
+    sets: tuple[str, ...] = (),
+) -> Summary:
+    inject = (*every_fault(p), *beyond)
+    loaded = load_config("mooncake-4p4d-tp4-tp2", policy=policy, profile=profile, sets=sets)
     options = RunOptions(trace=trace, loaded=loaded, plan=make_plan(inject), injected=inject, limit=limit)
     return run_trace(options, read_trace(trace)).summary
 
@@ -82,6 +101,36 @@ class TestOnACannedTrace:
     @pytest.mark.parametrize("profile", ["vllm-0.33", "ideal"])
     def test_the_same_again_is_the_same(self, profile: str) -> None:
         assert canned(profile, "recompute") == run(find_trace("multi-turn"), profile, "recompute", 0.04)
+
+
+def test_between_them_the_plans_have_every_row() -> None:
+    named = {spec.partition(":")[0] for spec in (*every_fault(1), *BEYOND)}
+    assert {name for name, row in catalogue().items() if row.needs == "mooncake"} <= named
+
+
+@pytest.mark.parametrize("sets", [(), ("connector.kv_role=kv_both",)], ids=["two roles", "both roles"])
+class TestWithWhatGoesBeyondARequest:
+    """On the canned trace, with everything else at the same time."""
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_ideally_only_those_are_missing_that_cannot_come_up(self, policy: str, sets: tuple[str, ...]) -> None:
+        summary = run(find_trace("multi-turn"), "ideal", policy, 0.04, beyond=BEYOND, sets=sets)
+        requests = summary.requests
+        assert sorted(crash.instance for crash in summary.crashes) == ["D3", "P1", "P3"]
+        assert requests.rejected == requests.total / 4, "what the proxy sends to D3"
+        assert requests.finished + requests.failed + requests.aborted + requests.rejected == requests.total
+        assert requests.failed_unfaulted == 0
+        assert not (policy == "recompute" and requests.failed)
+        assert (summary.violations, summary.stalled) == ([], [])
+        assert all(fault.fired for fault in summary.faults if fault.spec in BEYOND)
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_what_is_wrong_names_its_fault(self, policy: str, sets: tuple[str, ...]) -> None:
+        summary = run(find_trace("multi-turn"), "vllm-0.33", policy, 0.04, beyond=BEYOND, sets=sets)
+        assert summary.verdict == "crashed"
+        assert summary.violations
+        assert all(fault.fired for fault in summary.faults if fault.spec in BEYOND)
+        check_blame(summary)
 
 
 @pytest.fixture(scope="module")
