@@ -116,7 +116,7 @@ class TestWithWhatGoesBeyondARequest:
     def test_ideally_only_those_are_missing_that_cannot_come_up(self, policy: str, sets: tuple[str, ...]) -> None:
         summary = run(find_trace("multi-turn"), "ideal", policy, 0.04, beyond=BEYOND, sets=sets)
         requests = summary.requests
-        assert sorted(crash.instance for crash in summary.crashes) == ["D3", "P1", "P3"]
+        assert {crash.instance for crash in summary.crashes} == {"D3", "P1", "P3"}
         assert requests.rejected == requests.total / 4, "what the proxy sends to D3"
         assert requests.finished + requests.failed + requests.aborted + requests.rejected == requests.total
         assert requests.failed_unfaulted == 0
