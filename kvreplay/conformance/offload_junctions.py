@@ -1,13 +1,13 @@
 """Where a request shares more with the GPU's prefix cache than its sparse groups have kept.
 
 Under sparse retention such a position is worth a stored window (vLLM: request.shared_prefix_boundary). Vectors do not
-record it, but it follows from what they do: which blocks were computed, and which were evicted.
+record it, but it follows from what they do: which blocks were computed, and who got them afterwards.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import lcm
 
-from kvreplay.conformance.offload_workload import RecordedStep, ShareRow
+from kvreplay.conformance.offload_workload import ShareRow
 from kvreplay.connectors.offloading.layout import OffloadLayout
 from kvreplay.kv.content import KeyArray
 
@@ -38,22 +38,37 @@ class Junctions:
         end -= end % self._alignment
         return end if end > local else 0
 
-    def follow(self, step: RecordedStep, shares: Sequence[ShareRow], whole: set[str], *, was_reset: bool) -> None:
-        """Take in what a step computes and evicts."""
+    def reset(self) -> None:
+        self._cached.clear()
+
+    def follow(self, shares: Iterable[ShareRow], *, are_whole: bool) -> None:
+        """Take in what these shares got, in the order in which they were scheduled, and will have computed."""
         if self._group is None:
             return
-        if was_reset:
-            self._cached.clear()
-        for block_id in step.evict:
-            self._cached.pop(block_id, None)
         size = self._group.tokens_per_block
         for share in shares:
-            if share.request_id in whole:
+            if are_whole:
                 self._tables[share.request_id] = []
             table = self._tables.setdefault(share.request_id, [])
-            table += share.blocks[self._group.group_id] if share.blocks else []
+            fresh = share.blocks[self._group.group_id] if share.blocks else []
+            keys = self._keys(share.request_id)
+            # A block that it gets loses its hash, unless that is why it gets it.
+            hits = {
+                block_id: key
+                for block_id, key in zip(fresh, keys[len(table) :], strict=False)
+                if self._cached.get(block_id) == key
+            }
+            for block_ids in share.blocks or ():
+                self.forget(block_ids)
+            self._cached.update(hits)
+            table += fresh
             num_full = (share.num_computed + share.num_tokens) // size
-            self._cached.update(zip(table[:num_full], self._keys(share.request_id), strict=False))
+            self._cached.update(zip(table[:num_full], keys, strict=False))
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Blocks that somebody gets to load into."""
+        for block_id in block_ids:
+            self._cached.pop(block_id, None)
 
     def _keys(self, req_id: str) -> list[int]:
         """Of its blocks in this group."""

@@ -1,6 +1,7 @@
 """Arrays over offload keys and chunks."""
 
 import mmap
+from collections.abc import Iterator
 from typing import TypeAlias
 
 import numpy as np
@@ -18,6 +19,14 @@ def lazy_zeros(count: int) -> NDArray[np.int32]:
     """Zeros that take no memory until they are written: a cell per key of the whole workload is cheap."""
     zeros: NDArray[np.int32] = np.frombuffer(mmap.mmap(-1, 4 * max(count, 1)), np.int32)
     return zeros
+
+
+def without_repeats(keys: Keys) -> Iterator[Keys]:
+    """The keys in parts, none of which names one twice: of one that stands n times the first n parts have one each."""
+    while len(keys):
+        first = np.sort(np.unique(keys, return_index=True)[1])
+        yield keys[first]
+        keys = np.delete(keys, first)
 
 
 def grown(cells: NDArray[np.int32], key: int) -> NDArray[np.int32]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvreplay.connectors.offloading.access import RequestAccess
 from kvreplay.connectors.offloading.arc import ARCPolicy
-from kvreplay.connectors.offloading.arrays import NO_CHUNKS, NO_KEYS, ChunkIds, Keys
+from kvreplay.connectors.offloading.arrays import NO_CHUNKS, NO_KEYS, ChunkIds, Keys, without_repeats
 from kvreplay.connectors.offloading.chunks import NOT_READY, ChunkTable
 from kvreplay.connectors.offloading.context import OffloadPolicy, RequestContext
 from kvreplay.connectors.offloading.keys import KeySpace
@@ -106,12 +106,20 @@ class CPUOffloadingManager:
     # -- loads ------------------------------------------------------------------------------------------------
 
     def prepare_load(self, keys: Keys, context: RequestContext) -> ChunkIds:
-        chunk_ids = self.prepare_read(keys)
+        chunk_ids = self._pin(keys)
         self._note_access(keys, chunk_ids, context, reused=keys)
         return chunk_ids
 
     def prepare_read(self, keys: Keys) -> ChunkIds:
-        """Pin without counting it as an access of the request: a copy to another tier."""
+        """Pin without counting it as an access of the request: a copy to another tier.
+
+        A key that stands several times is pinned as often; `complete_read` is its end.
+        """
+        for once in without_repeats(keys):
+            self._pin(once)
+        return self.chunks.find(keys)
+
+    def _pin(self, keys: Keys) -> ChunkIds:
         chunk_ids = self.chunks.find(keys)
         if (chunk_ids < 0).any():
             raise EngineFatal("AssertionError", "chunk not found in cache")
@@ -130,6 +138,10 @@ class CPUOffloadingManager:
         if (chunk_ids < 0).any() or (self.chunks.ref_counts[chunk_ids] <= 0).any():
             raise EngineFatal("AssertionError", "chunk is not being read")
         self.policy.mark_evictable(self.chunks.unpin(chunk_ids))
+
+    def complete_read(self, keys: Keys, context: RequestContext) -> None:
+        for once in without_repeats(keys):
+            self.complete_load(once, context)
 
     def discard(self, keys: Keys) -> None:
         chunk_ids = self.chunks.find(keys)

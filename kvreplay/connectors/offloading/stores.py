@@ -216,7 +216,9 @@ class StoreBuilder:
         start, end = chunks_range.start * size, chunks_range.end * size
         boundaries: tuple[int, ...] = ()
         if self._layout.retention_interval is not None:
-            boundaries = (state.request.num_prompt_tokens - 1, state.shared_prefix_boundary)
+            boundaries = (state.request.num_prompt_tokens - 1,)
+            if state.shared_prefix_boundary:  # a drafter would keep a block behind 0, too
+                boundaries += (state.shared_prefix_boundary,)
         final = None if horizon is None else horizon * size
         mask = self.masks[index].blocks(start, end, Horizon(final, boundaries))
         return (np.ones(end - start, np.bool_) if mask is None else mask).reshape(-1, size)

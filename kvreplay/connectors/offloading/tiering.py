@@ -272,7 +272,7 @@ class TieringOffloadingManager:
                 if job.is_promotion:
                     self._complete_promotion(job, result)
                 else:
-                    self.primary.complete_load(job.keys, job.context)
+                    self.primary.complete_read(job.keys, job.context)
 
     def _complete_promotion(self, job: TierJob, result: TierResult) -> None:
         """What has failed is gone again: the next lookup asks the tiers anew."""
