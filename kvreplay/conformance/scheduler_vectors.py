@@ -173,6 +173,7 @@ class Driver:
             drafts=drafts,
             exact_estimates=rules.exact_estimates,
             looks_at_whole_chunks=rules.looks_at_whole_chunks,
+            has_connector=self.connector is not None,
         )
         self.log = EngineLog(_EvictionSink(), None)
         self.scheduler = scheduler_kind(behaviour)(

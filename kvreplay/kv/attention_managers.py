@@ -107,11 +107,12 @@ def make_cache_manager(
     exact_estimates: bool = False,
     looks_at_whole_chunks: bool = False,
     keeps_state_below_mark: bool = False,
+    has_connector: bool = False,
 ) -> "KVCacheManager":
     """The manager for these groups; some have a shorter way to the same blocks.
 
     `hash_block_size`: what one of the requests' prefix hashes covers, if not what the groups' sizes suggest.
-    `keeps_state_below_mark`: as in `CacheRules`.
+    `keeps_state_below_mark`: as in `CacheRules`. `has_connector`: hashes are used even without a prefix cache.
     """
     return _kind_for(groups, drafts, retention_interval, hash_block_size)(
         groups,
@@ -125,6 +126,7 @@ def make_cache_manager(
         exact_estimates=exact_estimates,
         looks_at_whole_chunks=looks_at_whole_chunks,
         keeps_state_below_mark=keeps_state_below_mark,
+        has_connector=has_connector,
     )
 
 

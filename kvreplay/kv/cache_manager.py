@@ -127,12 +127,14 @@ class KVCacheManager:
         exact_estimates: bool = False,
         looks_at_whole_chunks: bool = False,
         keeps_state_below_mark: bool = False,
+        has_connector: bool = False,
     ) -> None:
         self.groups = tuple(groups)
         self.pool = pool
         self.max_model_len = max_model_len
         self.watermark_blocks = int(watermark * pool.num_blocks)
-        sizes = resolve_block_sizes(groups, hash_block_size=hash_block_size, hashes_are_used=pool.enable_caching)
+        hashes_are_used = pool.enable_caching or has_connector
+        sizes = resolve_block_sizes(groups, hash_block_size=hash_block_size, hashes_are_used=hashes_are_used)
         self.block_size = sizes.scheduler
         """The scheduler's block size: with several groups, the least common multiple."""
         self.hits_inside_blocks = len(groups) > 1 and pool.enable_caching and hits_inside_blocks(groups, sizes.hashing)

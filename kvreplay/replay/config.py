@@ -261,6 +261,7 @@ class ReplayConfig:
             retention_interval=cache.prefix_cache_retention_interval,
             hash_block_size=cache.prefix_match_unit,
             drafts=self.draft_rules(role),
+            has_connector=self.connector.kind != "none",
         )
         if "offloading" in self.connector.parts:
             options, num_ranks = self.connector.offloading, self.topology.num_ranks(role)

@@ -166,6 +166,7 @@ class Node:
             exact_estimates=rules.exact_estimates,
             looks_at_whole_chunks=rules.looks_at_whole_chunks,
             keeps_state_below_mark=around.behaviour["offload_state_below_mark"] == "unhashed",
+            has_connector=around.config.connector.kind != "none",
         )
         connector = self._connector(kv, log)
         scheduler = scheduler_kind(around.behaviour)(

@@ -228,3 +228,18 @@ class TestFiveGroups:
         assert kv.get_computed_blocks(KEYS, 600).num_tokens == 512
         other = kv.get_computed_blocks(np.concatenate([KEYS[:75], KEYS[500:600]]), 600)
         assert (other.num_tokens, other.uncached) == (0, 256)
+
+
+@pytest.mark.parametrize(
+    ("has_connector", "enable_caching", "hashing"), [(False, False, 32), (True, False, 4), (False, True, 4)]
+)
+def test_hashes_are_as_fine_as_anybody_needs(has_connector: bool, enable_caching: bool, hashing: int) -> None:
+    """A connector stores and finds blocks of every group by them, with or without a prefix cache."""
+    kv = make_cache_manager(
+        (full(32), window(4, 16)),
+        BlockPool(100, enable_caching=enable_caching),
+        max_model_len=1024,
+        max_in_flight_tokens=64,
+        has_connector=has_connector,
+    )
+    assert (kv.rules.scheduler_block_size, kv.rules.hash_block_size) == (32, hashing)

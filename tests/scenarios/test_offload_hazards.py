@@ -415,3 +415,22 @@ class TestH2LookedUpAgainAndAgainAndThenAborted:
         pool = node.offload.scheduler.pool
         assert pool.num_cached_keys >= 4
         assert not (pool.ref_counts[1:] > 0).any()
+
+
+@pytest.mark.parametrize("behaviour", ["vllm-0.33", "ideal"])
+def test_without_a_prefix_cache_chunks_of_groups_with_other_blocks_are_found(behaviour: str) -> None:
+    """Their hashes are those of the smallest block, though no block in the GPU has one."""
+    groups = (
+        KVCacheGroupSpec(block_size=8, bytes_per_token=1),
+        KVCacheGroupSpec(kind=SLIDING_WINDOW, block_size=4, sliding_window=8, bytes_per_token=2),
+    )
+    config = offloading(*groups, num_gpu_blocks=40)
+    own = replace(config.roles["engine"], cache=replace(config.roles["engine"].cache, enable_prefix_caching=False))
+    config = replace(config, roles={"engine": own})
+    clients = workload(
+        request("a", prompt_tokens=26, text="abcdefg"), request("b", 500, prompt_tokens=27, text="abcdefg")
+    )
+    played = play(config, clients, behaviour=behaviour)
+    assert played.violations == []
+    loads = [(event.request_id, event.num_tokens, event.status) for event in played.of("load.started")]
+    assert loads == [("b", 24, "CPU")]
