@@ -164,6 +164,16 @@ OFFLOAD: Final = (
         ideal="pin",
     ),
     switch(
+        "simple_cpu_lost_hash",
+        "v1/simple_kv_offload/manager.py _process_store_completion: assert primary_hash is not None",
+        {
+            "fatal": "a block that has lost its hash (to a failed load) while it was stored kills the engine",
+            "forgets": "it is not entered",
+        },
+        v0_33="fatal",
+        ideal="forgets",
+    ),
+    switch(
         "simple_cpu_copy_error",
         "v1/simple_kv_offload/copy_backend.py: the thread's loop catches nothing",
         {

@@ -13,6 +13,7 @@ import numpy as np
 from kvreplay.behaviour import DEFAULT_PROFILE, Behaviour, profile
 from kvreplay.conformance.vector import Json, UnsupportedVectorError
 from kvreplay.conformance.workload import GroupSpec, RequestSpec, Speculation, Workload, read_workload, sampled_token
+from kvreplay.connectors.scripted.connector import ScriptedConnector
 from kvreplay.engine.config import SPECULATIVE_METHODS, SchedulerConfig, SpeculativeConfig
 from kvreplay.engine.connector import KVConnectorOutput
 from kvreplay.engine.history.skipped_waiting import scheduler_kind
@@ -155,11 +156,10 @@ class Driver:
         config = SchedulerConfig(**{name: getattr(engine, name) for name in _SCHEDULER_SETTINGS})
         speculation = _speculation(engine.spec)
         self.events = workload.events_by_step
-        self.connector = workload.scripted_connector()
         drafts = NO_DRAFTS
         if speculation is not None:
             drafts = speculation.cache_rules(
-                enable_caching=engine.enable_prefix_caching, has_connector=self.connector is not None
+                enable_caching=engine.enable_prefix_caching, has_connector=workload.has_connector
             )
         pool = BlockPool(engine.num_gpu_blocks, enable_caching=engine.enable_prefix_caching)
         self.kv = make_cache_manager(
@@ -175,6 +175,7 @@ class Driver:
             looks_at_whole_chunks=rules.looks_at_whole_chunks,
             has_connector=self.connector is not None,
         )
+        self.connector = self.make_connector()
         self.log = EngineLog(_EvictionSink(), None)
         self.scheduler = scheduler_kind(behaviour)(
             config,
@@ -201,6 +202,9 @@ class Driver:
         pool.on_evict = self._on_evict
         self.scheduler.on_invalid_evicted = self._on_invalid_evicted
         self.scheduler.on_partial_tails = self._on_partial_tails
+
+    def make_connector(self) -> ScriptedConnector | None:
+        return self.workload.scripted_connector()
 
     # -- the loop ---------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from kvreplay.conformance.finding import VectorFinding
 from kvreplay.conformance.kinds.mooncake import MooncakeVectors
 from kvreplay.conformance.kinds.offload import OffloadVectors
 from kvreplay.conformance.kinds.scheduler import SchedulerVectors
+from kvreplay.conformance.kinds.simple_cpu import SimpleCpuVectors
 from kvreplay.conformance.vector import FORMAT, UnsupportedVectorError, Vector, read_vector
 from kvreplay.errors import ConfigError, KvReplayError
 
@@ -38,7 +39,7 @@ class VectorKind(Protocol):
 VIRTUAL: Final = "virtual"
 NO_SOCKETS: Final = "nothing in it crosses a socket"
 
-KINDS: Final[Sequence[VectorKind]] = (SchedulerVectors(), OffloadVectors(), MooncakeVectors())
+KINDS: Final[Sequence[VectorKind]] = (SchedulerVectors(), OffloadVectors(), SimpleCpuVectors(), MooncakeVectors())
 
 
 class Result(StrEnum):

@@ -460,6 +460,23 @@ class BlockPool:
         for key in keys:
             self._insert(target, key, num_tokens)
 
+    def keys_of(self, block_id: int) -> list[int]:
+        """All keys that it holds, the one for the longest prefix first."""
+        key = int(self.keys[block_id])
+        return [] if key == NO_KEY else [key, *self._more_keys.get(block_id, ())]
+
+    def cache_copies(self, block_ids: BlockIds, source: "BlockPool", originals: BlockIds) -> None:
+        """These blocks, which have no keys, hold what those of another pool hold: they are found under the same."""
+        keys, num_tokens = source.keys[originals], source.key_tokens[originals]
+        if not source._more_keys and len(np.unique(keys)) == len(keys):
+            self.cache(block_ids, keys, num_tokens)
+            return
+        for block_id, original, covered in zip(
+            block_ids.tolist(), originals.tolist(), num_tokens.tolist(), strict=True
+        ):
+            for key in source.keys_of(original):
+                self._insert(block_id, key, covered)
+
     def holds(self, block_id: int, key: int) -> bool:
         """Whether the block can be found under this key, or could if it were the first."""
         return self.keys[block_id] == key or key in self._more_keys.get(block_id, ())

@@ -12,7 +12,7 @@ from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.block_list import BlockList
 from kvreplay.kv.block_pool import BlockIds, BlockPool, Keys
 from kvreplay.kv.lookup import FoundPrefix, Hit, PrefixLookup, no_hit
-from kvreplay.kv.managers.base import NO_BLOCKS, CacheRules, Hashable, Need
+from kvreplay.kv.managers.base import NO_BLOCKS, CacheRules, Hashable, KVGroupManager, Need
 from kvreplay.kv.managers.factory import make_manager
 from kvreplay.kv.managers.mamba import AlignedMambaManager, BoundaryState
 from kvreplay.kv.specs import MAMBA, KVCacheGroupSpec, cdiv, hits_inside_blocks, resolve_block_sizes
@@ -170,6 +170,19 @@ class KVCacheManager:
         """Some request offers blocks a second time, which others may have cached for it meanwhile."""
         self.prefix_replay_tokens = max((group.prefix_replay_tokens for group in groups), default=0)
         """Of a hit, the last tokens that are computed again, because no cache holds the window before them."""
+
+    def over(self, pool: BlockPool) -> "KVCacheManager":
+        """The same groups and rules over another pool: a second cache of the same contents."""
+        return KVCacheManager(
+            self.groups,
+            pool,
+            max_model_len=self.max_model_len,
+            max_in_flight_tokens=self.rules.max_in_flight_tokens,
+            retention_interval=self.rules.retention_interval,
+            hash_block_size=self.rules.hash_block_size if len(self.groups) > 1 else None,
+            drafts=self._drafts,
+            looks_at_whole_chunks=self.rules.looks_at_whole_chunks,
+        )
 
     def _check_retention(self, interval: int | None) -> None:
         """(vLLM: _validate_prefix_cache_retention_interval)"""
@@ -336,9 +349,7 @@ class KVCacheManager:
             return []
         boundaries = self._replay_boundaries(request.num_prompt_tokens)
         return [
-            manager.cache_blocks(
-                request, keys, self._cacheable(num_tokens, manager.block_size, manager.drops_eagle_block), boundaries
-            )
+            manager.cache_blocks(request, keys, self.cacheable_tokens(manager, num_tokens), boundaries)
             for manager in self.managers
         ]
 
@@ -350,14 +361,14 @@ class KVCacheManager:
         ends = ((num_prompt_tokens - 1) // block * block, num_prompt_tokens // block * block)
         return sorted({max(end - block, 0) for end in ends})
 
-    def _cacheable(self, num_tokens: int, block_size: int, drops_eagle_block: bool) -> int:  # noqa: FBT001
+    def cacheable_tokens(self, manager: KVGroupManager, num_tokens: int) -> int:
         """The prefix that a group may hash: hits cannot end elsewhere (vLLM: get_num_cacheable_tokens)."""
         final = max(0, num_tokens - max(0, self._drafts.num_prefill_lookahead - 1))
         if len(self.managers) == 1:
             return final
         aligned = self._aligned(num_tokens)
-        if drops_eagle_block and aligned > 0:
-            return min(final, self._aligned(final) + block_size)
+        if manager.drops_eagle_block and aligned > 0:
+            return min(final, self._aligned(final) + manager.block_size)
         return aligned
 
     def _aligned(self, num_tokens: int) -> int:

@@ -11,7 +11,7 @@ change with PYTHONHASHSEED are pinned to the order of arrival, block ids to asce
 # mypy: disable-error-code="import-not-found, import-untyped"
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Final, NamedTuple
@@ -70,17 +70,17 @@ def _calling(where: str) -> Iterator[None]:
 
 
 class WorkloadDriver:
-    """One run of one workload."""
+    """One run of one workload. `connector`: settings of another one than the scripted, for who extends it."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, connector: Mapping[str, Any] | None = None) -> None:
         self.workload = workload
-        self.scheduler, self.scheduler_block_size, self.hash_block_size = build_scheduler(workload)
+        self.scheduler, self.scheduler_block_size, self.hash_block_size = build_scheduler(workload, connector)
         self.requests = self.scheduler.requests
         self.record: dict[str, Any] = {}
         self._specs = {spec.id: spec for spec in workload.requests}
         self._events = workload.events_by_step
         self._pool = self.scheduler.kv_cache_manager.block_pool
-        self._script = workload.scripted_connector()
+        self._script = workload.scripted_connector() if connector is None else None
         if self._script is not None:
             self.scheduler.connector.script = self._script
         self._hash_blocks = self._make_hasher()

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import inspect
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -79,10 +80,10 @@ class RealScheduler(NamedTuple):
     hash_block_size: int
 
 
-def build_scheduler(workload: Workload) -> RealScheduler:
-    """Raises ConfigError for settings that vLLM itself refuses."""
+def build_scheduler(workload: Workload, connector: Mapping[str, Any] | None = None) -> RealScheduler:
+    """`connector`: settings of another one than the scripted. Raises ConfigError for what vLLM itself refuses."""
     try:
-        return _build(workload)
+        return _build(workload, connector)
     except (ValueError, AssertionError, NotImplementedError) as error:
         raise ConfigError(f"vllm {VLLM_VERSION} refuses the engine: {_first_line(error)}") from error
 
@@ -98,9 +99,9 @@ def known(record: Any, /, **settings: Any) -> Any:  # noqa: ANN401 - a class of 
     return record(**{name: value for name, value in settings.items() if name in names})
 
 
-def _build(workload: Workload) -> RealScheduler:
+def _build(workload: Workload, connector: Mapping[str, Any] | None) -> RealScheduler:
     engine = workload.engine
-    config = _vllm_config(workload)
+    config = _vllm_config(workload, connector)
     groups = [
         known(
             kv_cache_interface.KVCacheGroupSpec,
@@ -113,7 +114,7 @@ def _build(workload: Workload) -> RealScheduler:
     cache_config = known(
         kv_cache_interface.KVCacheConfig,
         num_blocks=engine.num_gpu_blocks,
-        kv_cache_tensors=[],
+        kv_cache_tensors=[_tensor(engine.num_gpu_blocks)] if connector is not None else [],
         kv_cache_groups=groups,
         prefix_cache_retention_interval=engine.retention_interval,
         hisparse_host_num_blocks=engine.hisparse_host_blocks,
@@ -134,7 +135,12 @@ def _build(workload: Workload) -> RealScheduler:
     return RealScheduler(scheduler, scheduler_block_size, hash_block_size)
 
 
-def _vllm_config(workload: Workload) -> Any:  # noqa: ANN401 - VllmConfig
+def _tensor(num_blocks: int) -> Any:  # noqa: ANN401 - KVCacheTensor
+    """A byte a block: whoever derives a pool from bytes counts blocks."""
+    return kv_cache_interface.KVCacheTensor(size=num_blocks, layers=[], layer_stride=num_blocks, block_stride=1)
+
+
+def _vllm_config(workload: Workload, connector: Mapping[str, Any] | None) -> Any:  # noqa: ANN401 - VllmConfig
     engine = workload.engine
     cache = CacheConfig(block_size=engine.block_size, enable_prefix_caching=engine.enable_prefix_caching)
     # Otherwise chosen by the workers, which are not there.
@@ -144,7 +150,7 @@ def _vllm_config(workload: Workload) -> Any:  # noqa: ANN401 - VllmConfig
         scheduler_config=_scheduler_config(engine),
         cache_config=cache,
         parallel_config=ParallelConfig(),
-        kv_transfer_config=_transfer_config(engine) if workload.has_connector else None,
+        kv_transfer_config=_transfer_config(engine, connector) if workload.has_connector else None,
         device_config=DeviceConfig("cpu"),
     )
     config.scheduler_config.async_scheduling = engine.async_scheduling
@@ -179,7 +185,10 @@ def _scheduler_config(engine: EngineSpec) -> Any:  # noqa: ANN401 - SchedulerCon
     return known(SchedulerConfig, is_encoder_decoder=False, **settings)
 
 
-def _transfer_config(engine: EngineSpec) -> Any:  # noqa: ANN401 - KVTransferConfig
+def _transfer_config(engine: EngineSpec, connector: Mapping[str, Any] | None) -> Any:  # noqa: ANN401
+    if connector is not None:
+        policy = {"kv_role": "kv_both", "kv_load_failure_policy": engine.kv_load_failure_policy}
+        return known(KVTransferConfig, **policy, **connector)
     return known(
         KVTransferConfig,
         **_CONNECTOR,

@@ -20,7 +20,15 @@ from kvreplay.errors import ConfigError
 from kvreplay.kv.attention_managers import make_cache_manager
 from kvreplay.kv.block_pool import BlockPool
 from kvreplay.kv.cache_manager import NO_DRAFTS, DraftRules
-from kvreplay.kv.specs import CHUNKED_LOCAL, MAMBA, KVCacheGroupSpec, cdiv, check_pages, resolve_block_sizes
+from kvreplay.kv.specs import (
+    CHUNKED_LOCAL,
+    MAMBA,
+    KVCacheGroupSpec,
+    block_bytes,
+    cdiv,
+    check_pages,
+    resolve_block_sizes,
+)
 from kvreplay.replay.network import LinkTiming
 from kvreplay.replay.timing import StepTiming
 
@@ -225,10 +233,6 @@ class ReplayConfig:
             raise ConfigError(
                 f"connector.kind: prefill and decode instances need mooncake, got {self.connector.kind!r}"
             )
-        if self.connector.kind == "simple_cpu":
-            (first, *others) = self.model.groups
-            if others or not first.is_full_attention:
-                raise ConfigError("connector.kind: simple_cpu is modelled for one group of full attention")
         if has_mooncake and not self.topology.is_disaggregated:
             raise ConfigError(f"connector.kind: {self.connector.kind} needs topology.prefill and topology.decode")
         assert self.hash_block_size > 0  # or it raises
@@ -263,6 +267,10 @@ class ReplayConfig:
             drafts=self.draft_rules(role),
             has_connector=self.connector.kind != "none",
         )
+        if self.connector.kind == "simple_cpu":
+            if not any(group.is_full_attention for group in self.model.groups):
+                raise ConfigError("connector.kind: simple_cpu needs a group of full attention")
+            self.connector.simple_cpu.num_blocks(block_bytes(self.model.groups))
         if "offloading" in self.connector.parts:
             options, num_ranks = self.connector.offloading, self.topology.num_ranks(role)
             is_replicated = self.is_replicated(role)

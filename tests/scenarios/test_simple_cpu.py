@@ -2,22 +2,28 @@
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from kvreplay.behaviour import profile
 from kvreplay.connectors.simple_cpu.config import SimpleCpuConfig
+from kvreplay.engine.config import SpeculativeConfig
 from kvreplay.errors import ConfigError
 from kvreplay.events import DETAIL_BLOCKS, ListSink
 from kvreplay.faults.plan import make_plan
+from kvreplay.kv.specs import SLIDING_WINDOW, KVCacheGroupSpec
 from kvreplay.replay.cluster import Cluster, RunSettings
-from kvreplay.replay.config import ConnectorConfig, ReplayConfig
+from kvreplay.replay.config import ConnectorConfig, ReplayConfig, Role, RoleConfig
 from kvreplay.replay.config_load import config_from_json
 from kvreplay.replay.simple_cpu import SimpleCpu
 from tests.scenarios.offload_stage import STATES, there_and_back
+from tests.scenarios.speculative_worlds import with_drafts
 from tests.scenarios.stage import Play, judge, play, request, role, single, workload
+from tests.scenarios.test_offload_worlds import some_clients
 
 BLOCK_BYTES = 4
+FULL = KVCacheGroupSpec(block_size=4, bytes_per_token=1)
 
 
 def simple(*, cpu_blocks: int = 64, num_gpu_blocks: int = 17, **options: float) -> ReplayConfig:
@@ -54,7 +60,7 @@ def test_a_full_pool_evicts_what_was_used_least_recently(tmp_path: Path) -> None
     summary = judge(tmp_path, simple(cpu_blocks=15), there_and_back())
     assert summary.verdict == "passed"
     assert summary.tiers is not None
-    assert summary.tiers.evicted_chunks == {"CPU": {"capacity": 8}}
+    assert summary.tiers.evicted_chunks == {"CPU": {"capacity": 9}}  # 4 + 15 + 4 blocks in 14
     assert "CPU" not in summary.tiers.hit_tokens
 
 
@@ -124,8 +130,92 @@ class TestFoundAndGoneBeforeItIsLoaded:
         assert not (node.offload.scheduler.pool.ref_counts[1:] > 0).any()  # no pin is left
 
 
+LAYOUTS = {
+    "window": (FULL, KVCacheGroupSpec(kind=SLIDING_WINDOW, block_size=4, sliding_window=8, bytes_per_token=1)),
+    "states": (FULL, STATES),
+    "both": (
+        FULL,
+        STATES,
+        KVCacheGroupSpec(kind=SLIDING_WINDOW, block_size=4, sliding_window=5, bytes_per_token=1),
+    ),
+}
+
+
+class TestSeveralGroups:
+    """The CPU's pool is a second cache of the same groups: hits end where all of them can go on."""
+
+    def config(self, layout: str, speculative: SpeculativeConfig | None = None) -> ReplayConfig:
+        base = simple(num_gpu_blocks=80)
+        cache = replace(base.roles["engine"].cache, prefix_cache_retention_interval=None)
+        roles: dict[Role, RoleConfig] = {"engine": replace(base.roles["engine"], cache=cache)}
+        groups = LAYOUTS[layout]
+        return with_drafts(replace(base, model=replace(base.model, groups=groups), roles=roles), speculative)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize("behaviour", ["vllm-0.33", "ideal"])
+    def test_a_prompt_comes_back(self, layout: str, behaviour: str) -> None:
+        played = play(self.config(layout), there_and_back(), "cache.reset:at=300ms,what=gpu", behaviour=behaviour)
+        assert not played.violations
+        assert [event.num_tokens for event in played.of("load.finished", request_id="b")] == [12]
+
+    def test_a_drafter_costs_a_block(self) -> None:
+        """Of one group: where several could be the drafter's, all give one up."""
+        speculative = SpeculativeConfig(num_speculative_tokens=1, method="mtp")
+        plain = replace(self.config("window"), model=simple().model)
+        for config, tokens in ((plain, 12), (with_drafts(plain, speculative), 8)):
+            played = play(config, there_and_back(), "cache.reset:at=300ms,what=gpu")
+            assert not played.violations
+            assert [event.num_tokens for event in played.of("load.finished", request_id="b")] == [tokens]
+
+    def test_a_block_is_stored_a_step_later_and_the_last_when_its_request_ends(self) -> None:
+        """The prompt's four blocks in the second step, a fifth that the output fills at the end."""
+        played = play(simple(), workload(request("a", prompt_tokens=16, output_tokens=5)))
+        assert played.log("store.started", columns=("num_blocks", "step")) == [
+            (11.0, "store.started", "E0", "a", 4, 1),
+            (51.0, "store.started", "E0", "a", 1, 5),
+        ]
+        ((number, *_),) = [(event.step, event) for event in played.of("request.finished")]
+        assert number == 4
+
+
+FAULTS = ("simple-cpu.copy-raises:p=0.3", "simple-cpu.copy-slow:p=0.3,delay=50ms", "simple-cpu.evict-between:p=0.4")
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("layout", ["one", *LAYOUTS])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_engines(layout: str, seed: int, *, overlaps: bool) -> None:
+    """Ideal breaks no law under any faults, nor does 0.33 without; steps that are skipped change nothing."""
+    rng = Random(f"{layout}/{seed}")
+    cpu_blocks, num_gpu_blocks = rng.choice([6, 17, 65]), rng.choice([18, 24] if layout == "one" else [70, 90])
+    config = simple(cpu_blocks=cpu_blocks, num_gpu_blocks=num_gpu_blocks, copy_bytes_per_s=rng.choice([400, 10**9]))
+    if layout != "one":
+        config = replace(config, model=replace(config.model, groups=LAYOUTS[layout]))
+    if overlaps:
+        engine = config.roles["engine"]
+        cache = replace(engine.cache, num_gpu_blocks=num_gpu_blocks + 40)
+        scheduler = replace(engine.scheduler, async_scheduling=True)
+        config = replace(config, roles={"engine": replace(engine, scheduler=scheduler, cache=cache)})
+    clients = some_clients(rng)
+    faults = [*rng.sample(FAULTS, rng.randint(0, 3)), *(["scheduler.preempt:p=0.4"] if rng.random() < 0.4 else [])]
+    plain = play(config, clients)
+    assert not plain.of("violation", "engine.crashed", "request.stalled")
+    recompute = rng.random() < 0.6
+    quick, slow = (
+        play(config, clients, *faults, behaviour="ideal", recompute=recompute, seed=seed, single_steps=is_slow)
+        for is_slow in (False, True)
+    )
+    assert not quick.of("violation", "engine.crashed", "request.stalled")
+    assert quick.story() == slow.story()
+
+
 def test_config() -> None:
     config = simple()
     assert config_from_json(config.to_json()) == config
-    with pytest.raises(ConfigError, match="simple_cpu is modelled for one group"):
-        replace(config, model=replace(config.model, groups=(*config.model.groups, STATES)))
+    states_only = KVCacheGroupSpec(kind=SLIDING_WINDOW, block_size=4, sliding_window=8, bytes_per_token=1)
+    with pytest.raises(ConfigError, match="simple_cpu needs a group of full attention"):
+        replace(config, model=replace(config.model, groups=(states_only,)))
+    with pytest.raises(ConfigError, match="4 bytes hold no two blocks of 4, one of which is the null block"):
+        simple(cpu_blocks=1)
+    with pytest.raises(ConfigError, match=r"num_cpu_blocks must be in \[2, 64\], what cpu_bytes_to_use holds, got 65"):
+        simple(num_cpu_blocks=65)

@@ -16,7 +16,8 @@ class SchedulerVectors:
 
     def recognises(self, vector: Vector) -> bool:
         workload = vector.document.get("workload")
-        return "workload" in vector.document and not (isinstance(workload, dict) and "offload" in workload)
+        is_connectors = isinstance(workload, dict) and ("offload" in workload or "simple_cpu" in workload)
+        return "workload" in vector.document and not is_connectors
 
     def replay(self, vector: Vector, over: str) -> Sequence[Difference]:
         from kvreplay.conformance.scheduler_vectors import run_workload

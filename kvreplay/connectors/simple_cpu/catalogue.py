@@ -48,7 +48,7 @@ ROWS: Final = (
     ),
     FaultRow(
         name="simple-cpu.copy-slow",
-        models="a copy takes long, and all behind it wait, whichever way they go",
+        models="a copy takes long, and all behind it that go the same way wait",
         verb="delay",
         target=COPY_JOB,
         survives="requests that load start late; a preemption waits",
