@@ -173,7 +173,7 @@ class Driver:
             drafts=drafts,
             exact_estimates=rules.exact_estimates,
             looks_at_whole_chunks=rules.looks_at_whole_chunks,
-            has_connector=self.connector is not None,
+            has_connector=workload.has_connector,
         )
         self.connector = self.make_connector()
         self.log = EngineLog(_EvictionSink(), None)

@@ -219,3 +219,6 @@ def test_config() -> None:
         simple(cpu_blocks=1)
     with pytest.raises(ConfigError, match=r"num_cpu_blocks must be in \[2, 64\], what cpu_bytes_to_use holds, got 65"):
         simple(num_cpu_blocks=65)
+    engine = config.roles["engine"]
+    with pytest.raises(ConfigError, match="enable_prefix_caching: simple_cpu needs it"):
+        replace(config, roles={"engine": replace(engine, cache=replace(engine.cache, enable_prefix_caching=False))})
