@@ -271,7 +271,7 @@ class ReplayConfig:
             if not any(group.is_full_attention for group in self.model.groups):
                 raise ConfigError("connector.kind: simple_cpu needs a group of full attention")
             if not cache.enable_prefix_caching:
-                raise ConfigError("cache.enable_prefix_caching: simple_cpu needs it; vLLM then leaves the connector out")
+                raise ConfigError("cache.enable_prefix_caching: simple_cpu needs it (vLLM leaves it out then)")
             self.connector.simple_cpu.num_blocks(block_bytes(self.model.groups))
         if "offloading" in self.connector.parts:
             options, num_ranks = self.connector.offloading, self.topology.num_ranks(role)
