@@ -5,6 +5,7 @@ connector is called accordingly, in the real order, and everything that it decid
 lookups, jobs, offers, flushes, what the workers submit and acknowledge, evictions, and its own and the manager's state.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -113,6 +114,9 @@ def _compared(step: Mapping[str, Json], loading: set[str]) -> Record:
         and not _kills_reset(record["error"])
     ):
         del record["error"]  # the scheduler's own
+    elif error is not None:
+        # A key is cut out of the message at its closing quote, which is a double one where the key holds a single one.
+        record["error"] = {**error, "msg": re.sub(r'^chunk .*"(?= )', "chunk", error["msg"], flags=re.DOTALL)}
     return record
 
 
@@ -361,9 +365,7 @@ class _Driver:
     def _in_order_of_admission(self, step: RecordedStep) -> list[ShareRow]:
         """Finished loads first, then in the order of the lookups."""
         asked = {row[0]: place for place, row in enumerate(step.lookup)}
-        # Of who samples and runs on, the first place counts: between the two somebody may have ended.
-        known = dict.fromkeys([*(row.request_id for row in step.out), *step.after.running])
-        ran = {req_id: place for place, req_id in enumerate(known)}
+        ran = {req_id: place for place, req_id in enumerate(_ran(step))}
         return sorted(
             (*step.new, *step.resumed),
             key=lambda share: (asked.get(share.request_id, -1), ran.get(share.request_id, len(ran))),
@@ -448,6 +450,19 @@ class _Driver:
             if isinstance(tiering, TieringOffloadingManager) and tiering.promotions_held:
                 state["held"] = True
         return state
+
+
+def _ran(step: RecordedStep) -> list[str]:
+    """Who ran, in the order in which they were scheduled: who runs on, and who has ended behind who sampled before."""
+    order = list(step.after.running)
+    place = 0
+    for row in step.out:
+        if row.request_id in order:
+            place = order.index(row.request_id) + 1
+        else:
+            order.insert(place, row.request_id)
+            place += 1
+    return order
 
 
 def _copy_columns(job: TransferJob) -> list[Any]:
