@@ -108,15 +108,15 @@ def _compared(step: Mapping[str, Json], loading: set[str]) -> Record:
         record["deliver"] = {name: rows for name, rows in own.items() if rows}
         if not record["deliver"]:
             del record["deliver"]
-    if (
-        "error" in record
-        and record["error"].get("where") not in ("schedule", "update")
-        and not _kills_reset(record["error"])
-    ):
+    error = record.get("error")
+    if error is not None and error.get("where") not in ("schedule", "update") and not _kills_reset(error):
         del record["error"]  # the scheduler's own
     elif error is not None:
         # A key is cut out of the message at its closing quote, which is a double one where the key holds a single one.
-        record["error"] = {**error, "msg": re.sub(r'^chunk .*"(?= )', "chunk", error["msg"], flags=re.DOTALL)}
+        record["error"] = {
+            **error,
+            "msg": re.sub(r'^chunk .*"(?= )', "chunk", str(error.get("msg", "")), flags=re.DOTALL),
+        }
     return record
 
 
