@@ -182,7 +182,9 @@ KINDS: Final[dict[str, KindSpec]] = {
     ),
     "block.allocated": KindSpec(_BLOCKS, "block_ids given to request_id, in order; group"),
     "block.cached": KindSpec(_BLOCKS, "block_ids enter the prefix cache; group"),
-    "block.freed": KindSpec(_BLOCKS, "block_ids given back by request_id, in order; group"),
+    "block.freed": KindSpec(
+        _BLOCKS, "block_ids given back by request_id, in order; group, cause = null, or window: it goes on without them"
+    ),
     "block.invalidated": KindSpec(_BLOCKS, "block_ids reported as failed to load; group"),
 }
 

@@ -52,10 +52,10 @@ def _check_ends(frame: pl.DataFrame) -> list[Finding]:
 def _check_frees(frame: pl.DataFrame) -> list[Finding]:
     """Between two times that it is given blocks, a request gives each block back once.
 
-    Blocks that come by a prefix hit are not in the trace, but every admission brings new ones, too.
+    Blocks that come by a prefix hit are not in the trace, but every admission brings new ones, too, to some group.
     """
     table = ["instance", "request_id", "group"]
-    life = (pl.col("kind") == "block.allocated").cum_sum().over(table)
+    life = (pl.col("kind") == "block.allocated").cum_sum().over("instance", "request_id")
     rows = (
         rows_of(frame, ["block.allocated", "block.freed"], "group", "block_ids", *_COLUMNS)
         .with_columns(life=life)

@@ -7,16 +7,22 @@ import polars as pl
 from kvreplay.checkers.finding import FENCE, Finding
 from kvreplay.checkers.frames import rows_of
 from kvreplay.events import DETAIL_BLOCKS
+from kvreplay.faults.catalogue import catalogue
 from kvreplay.ids import NULL_BLOCK_ID
 
 DETAIL: Final = DETAIL_BLOCKS
 
+_KILLING: Final = [name for name, row in catalogue().items() if row.verb in ("crash", "restart")]
+"""Faults that end a process."""
 _NEVER: Final = (1 << 63) - 1
 
 
-def check_fence(frame: pl.DataFrame) -> list[Finding]:
-    """Each allocation of a block is held against the transfers of the request that had the block before."""
-    in_flight = _transfers(frame).rename({"request_id": "previous"})
+def check_fence(frame: pl.DataFrame, *, fences_attempts: bool = False) -> list[Finding]:
+    """Each allocation of a block is held against the transfers of the request that had the block before.
+
+    `fences_attempts`: nothing lands of a pull that is settled (the switch transfer_fence).
+    """
+    in_flight = _transfers(frame, fences_attempts=fences_attempts).rename({"request_id": "previous"})
     breaches = (
         _handovers(frame)
         .join(in_flight, on=["instance", "previous"], maintain_order="left")
@@ -40,25 +46,33 @@ def check_fence(frame: pl.DataFrame) -> list[Finding]:
 
 
 def _handovers(frame: pl.DataFrame) -> pl.LazyFrame:
-    """Blocks given to a request after another one had them: `previous` is the one that had, or gave back, last."""
-    columns = ("seq", "time_ns", "kind", "instance", "request_id", "group", "block_ids")
+    """Blocks given to a request after another one had them: `previous` is the one that had, or gave back, last.
+
+    What a window has left behind is in no transfer of its request.
+    """
+    columns = ("seq", "time_ns", "kind", "instance", "request_id", "group", "block_ids", "cause")
     return (
         rows_of(frame, ["block.allocated", "block.freed"], *columns)
         .explode("block_ids")
-        .with_columns(previous=pl.col("request_id").shift(1).over("instance", "block_ids"))
+        .with_columns(
+            previous=pl.col("request_id").shift(1).over("instance", "block_ids"),
+            given_back=pl.col("cause").shift(1).over("instance", "block_ids"),
+        )
         .filter(
             pl.col("kind") == "block.allocated",
             pl.col("block_ids") != NULL_BLOCK_ID,
             pl.col("previous") != pl.col("request_id"),
+            pl.col("given_back").is_null(),
         )
     )
 
 
-def _transfers(frame: pl.DataFrame) -> pl.LazyFrame:
+def _transfers(frame: pl.DataFrame, *, fences_attempts: bool) -> pl.LazyFrame:
     """Spans of `seq` in which a producer's write is in flight: it reads there, and writes at its peer.
 
     Where a request is asked for twice, several of its writes are in flight at a time: the first that is over counts as
-    the end of the first that began, which covers the same time.
+    the end of the first that began, which covers the same time. Without an end it is in flight for ever, or until one
+    of the two is gone.
     """
     columns = ("seq", "kind", "instance", "peer", "request_id", "transfer_id")
     key = ["instance", "peer", "request_id", "transfer_id"]
@@ -72,11 +86,58 @@ def _transfers(frame: pl.DataFrame) -> pl.LazyFrame:
         .agg(start_seq=pl.col("seq").filter(is_start).first(), end_seq=pl.col("seq").filter(~is_start).first())
         .filter(pl.col("start_seq").is_not_null())
         .with_columns(pl.col("end_seq").fill_null(_NEVER))
+        .sort("start_seq")
     )
+    deaths = _deaths(frame)
+    at_source = _until_death(spans, deaths, "instance")
+    at_target = _until_death(at_source, deaths, "peer")
+    if fences_attempts:
+        at_target = _until_settled(at_target, frame)
     shared = ("request_id", "transfer_id", "start_seq", "end_seq")
     return pl.concat(
         [
-            spans.select("instance", *shared, act=pl.lit("reads")),
-            spans.select(pl.col("peer").alias("instance"), *shared, act=pl.lit("writes")),
+            at_source.select("instance", *shared, act=pl.lit("reads")),
+            at_target.select(pl.col("peer").alias("instance"), *shared, act=pl.lit("writes")),
         ]
+    )
+
+
+def _until_settled(spans: pl.LazyFrame, frame: pl.DataFrame) -> pl.LazyFrame:
+    """No span goes on when the last of the consumer's pulls with that producer is over for the request."""
+    settled = (
+        rows_of(frame, ["pull.settled"], "seq", "instance", "peer", "request_id")
+        .group_by(peer="instance", instance="peer", request_id="request_id")
+        .agg(settled_seq=pl.col("seq").max())
+    )
+    return (
+        spans.join(settled, on=["peer", "instance", "request_id"], how="left")
+        .with_columns(end_seq=pl.min_horizontal("end_seq", "settled_seq"))
+        .drop("settled_seq")
+    )
+
+
+def _deaths(frame: pl.DataFrame) -> pl.LazyFrame:
+    """Where an instance's process is gone: it writes nothing any more, and its blocks are nobody's."""
+    return (
+        rows_of(frame, ["engine.crashed", "fault.injected"], "seq", "kind", "instance", "status")
+        .filter((pl.col("kind") == "engine.crashed") | pl.col("status").is_in(_KILLING))
+        .select(dead=pl.col("instance"), death_seq=pl.col("seq"))
+        .sort("death_seq")
+    )
+
+
+def _until_death(spans: pl.LazyFrame, deaths: pl.LazyFrame, whose: str) -> pl.LazyFrame:
+    """No span goes on when the process of `whose` instance is gone."""
+    return (
+        spans.join_asof(
+            deaths,
+            left_on="start_seq",
+            right_on="death_seq",
+            by_left=whose,
+            by_right="dead",
+            strategy="forward",
+            check_sortedness=False,  # both are; polars cannot see it of groups
+        )
+        .with_columns(end_seq=pl.min_horizontal("end_seq", "death_seq"))
+        .drop("death_seq")
     )

@@ -30,15 +30,27 @@ TRACE_CHECKERS: Final = (
 
 
 def check_trace(
-    frame: pl.DataFrame, detail: int, expected: Mapping[str, int] | DigestsOf | None = None
+    frame: pl.DataFrame,
+    detail: int,
+    expected: Mapping[str, int] | DigestsOf | None = None,
+    *,
+    fences_attempts: bool = False,
 ) -> list[Finding]:
     """Every law that a trace of this detail level can show broken, in order of time.
 
     OUTPUT-EQUAL is among them if `expected` says what the outputs should be. What live checkers found is not:
-    the trace has it (`recorded_findings`).
+    the trace has it (`recorded_findings`). `fences_attempts`: as `check_fence` has it.
     """
     seeing = [checker for checker in TRACE_CHECKERS if checker.detail <= detail]
-    found = [finding for checker in seeing for finding in checker.check(frame)]
+    found = [
+        finding
+        for checker in seeing
+        for finding in (
+            fence.check_fence(frame, fences_attempts=True)
+            if fences_attempts and checker.name == FENCE
+            else checker.check(frame)
+        )
+    ]
     if expected is not None:
         found += output_equal.check_output_equal(frame, expected)
     return sorted(found, key=lambda finding: finding.time_ns)

@@ -162,7 +162,9 @@ class EngineLog:
                 )
             )
 
-    def blocks(self, kind: str, request: Request | None, group: int, block_ids: BlockIds | list[int]) -> None:
+    def blocks(
+        self, kind: str, request_id: str | None, group: int, block_ids: BlockIds | list[int], cause: str | None = None
+    ) -> None:
         """block.allocated, .cached, .freed, .invalidated; call only where `wants_blocks`."""
         if len(block_ids):
             ids = block_ids if isinstance(block_ids, list) else block_ids.tolist()
@@ -172,9 +174,10 @@ class EngineLog:
                     self.now_ns,
                     self.instance,
                     self.step,
-                    request.request_id if request else None,
+                    request_id,
                     group=group,
                     block_ids=ids,
                     num_blocks=len(ids),
+                    cause=cause,
                 )
             )

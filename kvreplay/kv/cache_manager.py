@@ -1,6 +1,6 @@
 """Block tables of all requests over all groups (vLLM: v1/core/kv_cache_manager.py, kv_cache_coordinator.py)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Final, NamedTuple
@@ -385,6 +385,11 @@ class KVCacheManager:
         return self.pool.reset()
 
     # -- freeing ----------------------------------------------------------------------------------------------
+
+    def tell_left_behind(self, tell: Callable[[str, int, BlockIds], None]) -> None:
+        """(request, group, blocks) of each request that gives blocks back and goes on."""
+        for manager in self.managers:
+            manager.on_left_behind = tell
 
     def remove_skipped_blocks(self, request_id: str, num_processed_tokens: int) -> None:
         for manager in self.managers:

@@ -272,9 +272,15 @@ class UniformAttentionCacheManager(KVCacheManager):
             behind = joined.array[run.rows, first:skipped]
             left += list(behind[:, ::-1].copy())
             are_clean &= skipped <= joined.hashed_from or first >= joined.hashed_until
+            self._tell_left_behind(request_id, run.first, behind)
             behind[:] = NULL_BLOCK_ID
         if left:
             self.pool.free_in_turns(left, are_clean=are_clean)
+
+    def _tell_left_behind(self, request_id: str, first_group: int, behind: NDArray[np.int64]) -> None:
+        for manager, block_ids in zip(self.managers[first_group:], behind, strict=False):
+            if manager.on_left_behind is not None:
+                manager.on_left_behind(request_id, manager.group, block_ids[::-1].copy())
 
     def free(self, request_id: str) -> tuple[BlockIds, ...]:
         freed = tuple(blocks[::-1] for blocks in self.pop_blocks_for_free(request_id))

@@ -214,7 +214,8 @@ def _summarise(options: RunOptions, played: _Played, workload: Workload, sink: M
     frame = sink.frame(_JUDGED_COLUMNS)
     findings = check_trace(frame, DETAIL_RUN, _digests(played.content_index, workload))
     # No rows: the rows of level run are the same at every level.
-    of_blocks = _of_blocks(sink, findings) if sink.detail >= DETAIL_BLOCKS else []
+    fences = options.loaded.behaviour["transfer_fence"] == "attempt"
+    of_blocks = _of_blocks(sink, findings, fences_attempts=fences) if sink.detail >= DETAIL_BLOCKS else []
     if findings:
         pairs = {row[0]: row[1:] for row in routes(frame).select("request_id", "producer", "serving").collect().rows()}
         for finding in findings:
@@ -234,13 +235,13 @@ def _summarise(options: RunOptions, played: _Played, workload: Workload, sink: M
     return summarise(frame, facts, of_blocks)
 
 
-def _of_blocks(sink: MemoryTrace, known: Sequence[Finding]) -> list[Finding]:
+def _of_blocks(sink: MemoryTrace, known: Sequence[Finding], *, fences_attempts: bool) -> list[Finding]:
     """What only the rows of blocks show."""
     frame = sink.block_frame(_JUDGED_COLUMNS)
     last_fault = dict(rows_of(frame, ["fault.injected"], "request_id", "seq").collect().rows())
     return [
         finding._replace(cause_seq=last_fault.get(finding.request_id))
-        for finding in check_trace(frame, DETAIL_BLOCKS)
+        for finding in check_trace(frame, DETAIL_BLOCKS, fences_attempts=fences_attempts)
         if finding not in known
     ]
 

@@ -247,6 +247,41 @@ def test_a_transfer_without_an_end_is_in_flight_for_ever(frame_of: FrameOf) -> N
     assert len(check_fence(frame)) == 1
 
 
+GONE = Event("fault.injected", 4, "P0", status="peer-crash", cause="peer-crash")
+DEAD = Event("engine.crashed", 4, "P0", status="AssertionError", cause="")
+
+
+@pytest.mark.parametrize("death", [GONE, DEAD, GONE._replace(instance="D0"), GONE._replace(status="engine.restart")])
+def test_it_is_over_when_a_process_is_gone(frame_of: FrameOf, death: Event) -> None:
+    """Nothing arrives any more at a consumer whose producer, or which itself, is gone; a producer that lives on reads
+    until it hears of that."""
+    for instance in ("P0", "D0"):
+        had = [blocks("allocated", 1, "r1", [6, 7], instance), sending("started", 2)]
+        taken = blocks("allocated", 9, "r2", [6], instance)
+        assert len(check_fence(frame_of(*had, taken))) == 1
+        assert len(check_fence(frame_of(*had, death, taken))) == (death.instance == "D0" and instance == "P0")
+        assert len(check_fence(frame_of(death._replace(time_ns=0), *had, taken))) == 1
+        assert len(check_fence(frame_of(*had, death._replace(instance="P1"), taken))) == 1
+
+
+def test_where_attempts_are_fenced_nothing_lands_of_a_pull_that_is_settled(frame_of: FrameOf) -> None:
+    """Neither of one that the producer begins to serve afterwards."""
+    over = Event("pull.settled", 3, "D0", request_id="r1", peer="P0", transfer_id="x1", status="failed")
+    had, taken = blocks("allocated", 1, "r1", [6]), blocks("allocated", 9, "r2", [6])
+    for events in ([had, sending("started", 2), over, taken], [had, over, sending("started", 4), taken]):
+        assert len(check_fence(frame_of(*events))) == 1
+        assert not check_fence(frame_of(*events), fences_attempts=True)
+    for elsewhere in (over._replace(request_id="r3"), over._replace(peer="P1"), over._replace(instance="D1")):
+        assert len(check_fence(frame_of(had, sending("started", 2), elsewhere, taken), fences_attempts=True)) == 1
+
+
+def test_what_a_window_has_left_behind_is_in_no_transfer(frame_of: FrameOf) -> None:
+    had, left = blocks("allocated", 1, "r1", [6, 7], "P0"), blocks("freed", 2, "r1", [6], "P0")
+    taken = blocks("allocated", 9, "r2", [6], "P0")
+    assert len(check_fence(frame_of(had, left, sending("started", 3), taken))) == 1
+    assert not check_fence(frame_of(had, left._replace(cause="window"), sending("started", 3), taken))
+
+
 def test_the_same_request_may_get_its_block_again(frame_of: FrameOf) -> None:
     frame = frame_of(
         blocks("allocated", 1, "r1", [6]),

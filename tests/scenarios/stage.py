@@ -5,14 +5,17 @@ message 1 ms, and bytes take no time.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import polars as pl
 
 from kvreplay.behaviour import Behaviour, profile
+from kvreplay.checkers.finding import Finding
+from kvreplay.checkers.trace_checkers import TRACE_CHECKERS, check_trace
 from kvreplay.connectors.mooncake.config import MooncakeConfig
 from kvreplay.engine.config import CacheConfig, SchedulerConfig
 from kvreplay.events import DETAIL_BLOCKS, DETAIL_RUN, KINDS, Event, ListSink
@@ -36,7 +39,7 @@ from kvreplay.replay.network import LinkTiming
 from kvreplay.replay.runner import RunOptions, run_trace
 from kvreplay.replay.timing import StepTiming
 from kvreplay.trace.reader import read_trace
-from kvreplay.trace.schema import TraceMetadata
+from kvreplay.trace.schema import MEMORY_SCHEMA, TraceMetadata
 from kvreplay.trace.workload import Arrival, ClientAbort, Workload, write_workload
 from kvreplay.verdict.model import Summary
 
@@ -175,6 +178,7 @@ class Play:
 
     cluster: Cluster
     sink: ListSink
+    behaviour: Behaviour = field(default_factory=lambda: profile("vllm-0.33"))
 
     @cached_property
     def events(self) -> list[Event]:
@@ -232,6 +236,20 @@ class Play:
     def violations(self) -> list[Event]:
         return self.of("violation")
 
+    def broken_laws(self) -> list[Finding]:
+        """What only the rows of blocks show."""
+        empty = pl.DataFrame(MEMORY_SCHEMA.empty_table())
+        rows = [
+            {**event._asdict(), "prefix_hashes": None, "seq": seq, "cause_seq": event.cause_handle}
+            for seq, event in enumerate(self.events)
+        ]
+        columns = {name: [row[name] for row in rows] for name in empty.columns}
+        frame = pl.DataFrame(columns, schema=dict(empty.schema))
+        of_blocks = {law.name for law in TRACE_CHECKERS if law.detail == DETAIL_BLOCKS}
+        fences = self.behaviour["transfer_fence"] == "attempt"
+        found = check_trace(frame, DETAIL_BLOCKS, fences_attempts=fences)
+        return [finding for finding in found if finding.checker in of_blocks]
+
     def num_free(self, instance: str) -> int:
         (node,) = (node for node in self.cluster.nodes if node.name == instance)
         return node.instance.scheduler.pool.num_free
@@ -277,10 +295,11 @@ def play(
     """Play the workload, with these faults. `behaviour`: a profile, and switches on top: `vllm-0.33 NAME=VALUE`."""
     name, *switches = behaviour.split()
     sink = ListSink(detail)
+    in_effect = reduce(Behaviour.with_switch, switches, profile(name))
     cluster = Cluster(
         RunSettings(
             config=config,
-            behaviour=reduce(Behaviour.with_switch, switches, profile(name)),
+            behaviour=in_effect,
             recompute=recompute,
             plan=make_plan(inject),
             seed=seed,
@@ -290,7 +309,7 @@ def play(
         sink,
     )
     cluster.run()
-    return Play(cluster, sink)
+    return Play(cluster, sink, in_effect)
 
 
 def judge(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvreplay.ids import NS_PER_MS, NULL_BLOCK_ID
 from kvreplay.kv.specs import (
     CIRCULAR_BUFFER,
     MAMBA,
@@ -22,6 +23,11 @@ from tests.scenarios.stage import BLOCK, Sizes, pair, play, request, role, workl
 _FULL = KVCacheGroupSpec(block_size=BLOCK, bytes_per_token=8)
 WINDOWS = (_FULL, KVCacheGroupSpec(kind=SLIDING_WINDOW, block_size=BLOCK, sliding_window=8, bytes_per_token=8))
 STATES = (_FULL, KVCacheGroupSpec(kind=MAMBA, mamba_cache_mode=MAMBA_ALIGN, block_size=BLOCK, state_bytes=32))
+
+OTHER_BLOCKS = (
+    KVCacheGroupSpec(block_size=2 * BLOCK, bytes_per_token=4),
+    KVCacheGroupSpec(kind=SLIDING_WINDOW, block_size=BLOCK, sliding_window=8, bytes_per_token=8),
+)
 
 TWO = workload(request("a", prompt_tokens=20), request("b", 5, prompt_tokens=24))
 FAULT = "error-response:request=a"
@@ -99,3 +105,44 @@ def test_what_a_load_has_brought_of_uncached_groups_is_gone_with_the_blocks() ->
     assert [event.request_id for event in played.of("request.preempted")] == ["b"]
     assert played.violations == []
     assert {end[0] for end in played.ends().values()} == {"finished"}
+
+
+@pytest.mark.parametrize(("groups", "num_gpu_blocks"), [(WINDOWS, 33), (STATES, 28)], ids=["windows", "states"])
+def test_what_a_window_has_left_behind_is_in_no_transfer(
+    groups: tuple[KVCacheGroupSpec, ...], num_gpu_blocks: int
+) -> None:
+    """a's blocks are on their way for long, and those that its window, or its state, had left go to b meanwhile."""
+    small = role(num_gpu_blocks=num_gpu_blocks, max_num_batched_tokens=8)
+    config = hybrid(groups)
+    network = replace(config.network, latency_ns=300 * NS_PER_MS)
+    config = replace(config, roles=dict.fromkeys(config.roles, small), network=network)
+    played = play(config, workload(request("a", prompt_tokens=40), request("b", 950, prompt_tokens=60)))
+    (sent,) = played.of("send.started", request_id="a")
+    (over,) = played.of("send.finished", request_id="a")
+    left = [event for event in played.of("block.freed", request_id="a", instance="P0") if event.cause == "window"]
+    handed_over = {
+        block_id
+        for event in played.of("block.allocated", instance="P0", request_id="b")
+        if sent.time_ns <= event.time_ns < over.time_ns
+        for block_id in event.block_ids or ()
+    }
+    assert handed_over & {block_id for event in left for block_id in event.block_ids or ()}
+    assert played.broken_laws() == []
+    assert played.violations == []
+
+
+@pytest.mark.parametrize("groups", [WINDOWS, STATES, OTHER_BLOCKS], ids=["windows", "states", "other blocks"])
+def test_every_block_that_a_request_is_given_it_gives_back(groups: tuple[KVCacheGroupSpec, ...]) -> None:
+    played = play(hybrid(groups), workload(request("a", prompt_tokens=40, output_tokens=20)))
+    for instance in ("P0", "D0"):
+        rows = {
+            kind: sorted(
+                (event.group, block_id)
+                for event in played.of(kind, instance=instance, request_id="a")
+                for block_id in event.block_ids or ()
+                if block_id != NULL_BLOCK_ID
+            )
+            for kind in ("block.allocated", "block.freed")
+        }
+        assert rows["block.allocated"]
+        assert rows["block.allocated"] == rows["block.freed"]

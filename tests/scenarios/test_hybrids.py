@@ -23,6 +23,7 @@ def test_without_a_connector_no_law_is_broken(world: World) -> None:
     """Aborts, preemptions and crashes leave nothing held, and nobody reads what is not there."""
     played = world.play()
     assert found(played) == []
+    assert played.broken_laws() == []
     check_every_request_is_accounted_for(world, played)
     check_outputs(played)
 
@@ -43,6 +44,7 @@ def test_under_any_fault_every_block_is_accounted_for(world: World) -> None:
 def test_ideal_violates_nothing_under_any_mix_of_faults(world: World) -> None:
     played = world.play()
     assert found(played) == []
+    assert played.broken_laws() == []
     check_every_request_is_accounted_for(world, played)
     assert "stalled" not in {kind for kind, _, _ in played.ends().values()}
     check_outputs(played)

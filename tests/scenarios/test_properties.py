@@ -129,6 +129,7 @@ def test_ideal_violates_nothing_under_any_mix_of_faults(world: World) -> None:
     check_every_request_is_accounted_for(world, played)
     assert "stalled" not in {kind for kind, _, _ in played.ends().values()}
     assert played.violations == []
+    assert played.broken_laws() == []
     assert crashed(played) == set()
     for node in played.cluster.nodes:
         pool = node.instance.scheduler.pool

@@ -84,7 +84,7 @@ class EndsLayer(HybridLockstepLayer):
             self.on_blocks_freed(request, freed)
         if self.log.wants_blocks:
             for group, block_ids in enumerate(freed):
-                self.log.blocks("block.freed", request, group, block_ids)
+                self.log.blocks("block.freed", request.request_id, group, block_ids)
         return freed
 
     def _give_back(self, request: Request) -> tuple[BlockIds, ...]:

@@ -256,7 +256,7 @@ class LockstepLayer(SchedulerState):
             table.append(block_id)
             taken.append(block_id)
             if self.log.wants_blocks:
-                self.log.blocks("block.allocated", request, 0, [block_id])
+                self.log.blocks("block.allocated", request.request_id, 0, [block_id])
         if taken and self.connector is not None and self._must_step:
             self.connector.note_allocated(taken)
 
@@ -292,4 +292,4 @@ class LockstepLayer(SchedulerState):
         self.pool.cache_one(block_id, request.lockstep_keys[index])
         table.num_cached = index + 1
         if self.log.wants_blocks:
-            self.log.blocks("block.cached", request, 0, [block_id])
+            self.log.blocks("block.cached", request.request_id, 0, [block_id])

@@ -120,6 +120,8 @@ class SchedulerState:
         """A producer's request ends in a state inside a block: whether its blocks must be kept for it."""
         self.skipped: list[str] = []
         """Requests whose output of the last processed step was dropped."""
+        if log.wants_blocks:
+            kv.tell_left_behind(self._note_left_behind)
         self.unsent: list[RequestOutput] = []
         """Of a step in which the engine died before it could send them."""
 
@@ -220,12 +222,15 @@ class SchedulerState:
         cached = self.kv.cache_blocks(request, request.content.block_keys, min(num_tokens, request.num_tokens))
         if self.log.wants_blocks:
             for group, block_ids in enumerate(cached):
-                self.log.blocks("block.cached", request, group, block_ids)
+                self.log.blocks("block.cached", request.request_id, group, block_ids)
 
     def _note_allocated(self, request: Request, new_blocks: tuple[BlockIds, ...]) -> None:
         if self.log.wants_blocks:
             for group, block_ids in enumerate(new_blocks):
-                self.log.blocks("block.allocated", request, group, block_ids)
+                self.log.blocks("block.allocated", request.request_id, group, block_ids)
+
+    def _note_left_behind(self, request_id: str, group: int, block_ids: BlockIds) -> None:
+        self.log.blocks("block.freed", request_id, group, block_ids, "window")
 
     def _blocks_changed(self) -> None:
         """Blocks were given back or got a hash: who did not fit may fit now."""

@@ -1,7 +1,7 @@
 """What all managers do alike (vLLM: v1/core/single_type_kv_cache_manager.py, SingleTypeKVCacheManager)."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -99,6 +99,8 @@ class KVGroupManager(ABC):
         """To be zeroed before the step runs."""
         self.block_copies: list[tuple[int, int]] = []
         """(from, to) to be copied before the step runs; both have a reference until then."""
+        self.on_left_behind: Callable[[str, int, BlockIds], None] | None = None
+        """Told (request, group, blocks) when a request gives blocks back and goes on, for those who must know each."""
         self._records_new_blocks = rules.records_new_blocks and spec.is_attention and spec.kind != CIRCULAR_BUFFER
         self._hashes_per_block = max(spec.block_size // rules.hash_block_size, 1)
         self._partial_hits: dict[str, tuple[int, int]] = {}
@@ -290,6 +292,8 @@ class KVGroupManager(ABC):
             freed = ids[first:][::-1].copy()
             ids[first:] = NULL_BLOCK_ID
             self.pool.free_blocks(freed)
+            if self.on_left_behind is not None:
+                self.on_left_behind(request_id, self.group, freed)
 
     def pop_blocks_for_free(self, request_id: str) -> BlockIds:
         """The request's blocks in table order, leading nulls dropped; its table is gone."""

@@ -297,15 +297,17 @@ class AlignedMambaManager(MambaManager):
         skipped = max(self.skipped_tokens(num_processed_tokens), 0) // self.block_size
         first, last = self._num_retired.get(request_id, 0), min(skipped, table.num_blocks)
         if first < last:
-            self._free_range(table, first, last)
+            self._free_range(request_id, table, first, last)
             self._num_retired[request_id] = last
         previous = self._previous_state.get(request_id)
         if previous is not None and previous < cdiv(num_processed_tokens, self.block_size) - 1:
-            self._free_range(table, previous, previous + 1)
+            self._free_range(request_id, table, previous, previous + 1)
 
-    def _free_range(self, table: BlockTable, first: int, last: int) -> None:
+    def _free_range(self, request_id: str, table: BlockTable, first: int, last: int) -> None:
         ids = table.ids[first:last]
         held = ids.nonzero()[0]
+        if self.on_left_behind is not None:
+            self.on_left_behind(request_id, self.group, ids[held[::-1]])
         if len(held) == 1:
             block_id = int(ids[held[0]])
             ids[held[0]] = NULL_BLOCK_ID
