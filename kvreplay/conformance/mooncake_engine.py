@@ -52,6 +52,9 @@ class ScriptedEngine:
     def has_passed(self, kind: str, conversation: str) -> bool:
         return False
 
+    def swallows(self, kind: str, conversation: str) -> bool:
+        return False
+
     def hold(self, delivery: Delivery, release: Callable[[], None]) -> None:
         raise AssertionError("nothing waits for events here")
 

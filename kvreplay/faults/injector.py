@@ -143,6 +143,14 @@ class Injector:
             fault.has_passed(conversation) for fault in self._by_kind.get(kind, ())
         )
 
+    def swallows(self, kind: str, conversation: str) -> bool:
+        faults = self._by_kind.get(kind, ())
+        return (
+            kind not in self._opening_kinds
+            and any(fault.swallows(conversation) for fault in faults)
+            and all(fault.swallows(conversation) or fault.has_passed(conversation) for fault in faults)
+        )
+
     def _compose(self, envelope: Envelope, now_ns: int, passed: Sequence[MessageFault]) -> list[Delivery]:
         """Let all faults act in the plan's order, each on what those before it have left.
 

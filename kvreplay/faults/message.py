@@ -82,6 +82,12 @@ class MessageFault:
         """Whether it has decided against this conversation, or is done with it: for good."""
         return self._states.get(conversation) == _PASSED
 
+    def swallows(self, conversation: str) -> bool:
+        """Whether it drops all that is still to come of this conversation."""
+        row = self.fault.row
+        is_lost = self.fault.row.verb == "drop" and row.whole_conversation and row.victims is None
+        return is_lost and self._states.get(conversation) == _CHOSEN
+
     def _matches(self, envelope: Envelope, now_ns: int) -> bool:
         return now_ns in self.window and (not self._tests or all(test(envelope) for test in self._tests))
 

@@ -96,6 +96,10 @@ class Interceptor(Protocol):
         """Whether every further message of this kind in this conversation goes as usual, so that it need not be one."""
         ...
 
+    def swallows(self, kind: str, conversation: str) -> bool:
+        """Whether every further message of this kind in this conversation is lost, as long as there are faults."""
+        ...
+
     def hold(self, delivery: Delivery, release: Callable[[], None]) -> None:
         """Keep a held delivery. `release` lets it arrive, at once or when the network is done with it."""
         ...

@@ -190,6 +190,17 @@ def test_a_conversation_is_left_alone_once_every_fault_has_decided_against_it() 
     assert [bench.injector.has_passed(PULL_REPLY, key) for key in keys] == [True, False, False, True]
 
 
+def test_a_conversation_is_lost_once_a_fault_drops_all_of_it_and_no_other_may_act_on_it() -> None:
+    messages = [reply("a"), reply("b")]
+    keys = [message.conversation for message in messages]
+    bench = Bench("timeout:nth=1")
+    assert not bench.injector.swallows(PULL_REPLY, keys[0])
+    bench.post(*messages)
+    assert [bench.injector.swallows(PULL_REPLY, key) for key in keys] == [True, False]
+    beside = Bench("timeout:nth=1", "mooncake.resp-duplicate:nth=2").post(*messages)
+    assert [beside.injector.swallows(PULL_REPLY, key) for key in keys] == [True, False]
+
+
 def test_only_events_that_a_fault_waits_for_are_observed() -> None:
     assert Bench("timeout:p=0.1").injector.observed_kinds == frozenset()
     assert Bench("timeout").injector.sink is not None

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvreplay.faults.catalogue import catalogue
+from kvreplay.faults.injector import Injector
 from kvreplay.replay.config import ReplayConfig
+from kvreplay.sim.envelope import Delivery, Envelope
 from kvreplay.trace.workload import Workload
 from kvreplay.verdict.model import Summary
 from tests.scenarios.offload_stage import offloading, there_and_back
-from tests.scenarios.stage import judge
+from tests.scenarios.stage import judge, play
 
 TIERED: dict[str, Any] = {"spec_name": "TieringOffloadingSpec", "cpu_chunks": 15}
 """`f` drives the chunks of `a` out of the CPU tier too: what `b` finds is in storage."""
@@ -145,3 +147,20 @@ class TestRanks:
         assert told(summary) == "stalled: remote KV"
         summary = judge(tmp_path, self.config(), there_and_back(), fault, behaviour="ideal")
         assert told(summary) == "passed"
+
+
+def test_a_lookup_that_is_never_decided_is_lost_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request is passed over in every step, and asks for each of its chunks each time: in vain, as is known."""
+    dropped: list[str] = []
+    real = Injector.intercept
+
+    def intercept(self: Injector, envelope: Envelope, now_ns: int) -> list[Delivery] | None:
+        deliveries = real(self, envelope, now_ns)
+        if deliveries == []:
+            dropped.append(envelope.conversation)
+        return deliveries
+
+    monkeypatch.setattr(Injector, "intercept", intercept)
+    played = play(offloading(), there_and_back(), "offload.lookup-pending-forever:request=b")
+    assert played.ends()["b"][0] == "stalled"
+    assert dropped == ["E0/manager/lookup.query/b"]

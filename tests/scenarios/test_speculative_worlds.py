@@ -26,8 +26,12 @@ def test_one_engine_breaks_no_law(world: World) -> None:
     check_outputs(played)
 
 
+MENDED = "vllm-0.33 aligned_lookahead=progress"
+"""Without the hazard of 0.33 that has nothing to do with what is drawn here: chunks that end as none."""
+
+
 @settings(max_examples=60, deadline=None)
-@given(speculating(hybrid_worlds()))
+@given(speculating(hybrid_worlds(behaviours=(MENDED,))))
 def test_nor_does_one_with_several_groups(world: World) -> None:
     played = world.play()
     assert found(played) == []
@@ -93,5 +97,5 @@ def test_with_a_cpu_tier_0_33_breaks_no_law_without_faults(
     world: tuple[ReplayConfig, Workload, list[str], int],
 ) -> None:
     config, clients, _, _ = world
-    played = play(config, clients)
+    played = play(config, clients, behaviour=MENDED)
     assert not played.of("violation", "engine.crashed", "request.stalled")

@@ -31,6 +31,9 @@ class ScriptedInterceptor:
     def has_passed(self, kind: str, conversation: str) -> bool:
         return False
 
+    def swallows(self, kind: str, conversation: str) -> bool:
+        return False
+
     def hold(self, delivery: Delivery, release: Callable[[], None]) -> None:
         self.held.append(release)
 

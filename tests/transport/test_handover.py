@@ -21,6 +21,9 @@ class Faults:
     def has_passed(self, kind: str, conversation: str) -> bool:
         return False
 
+    def swallows(self, kind: str, conversation: str) -> bool:
+        return False
+
     def hold(self, delivery: Delivery, release: Callable[[], None]) -> None:
         self.releases.append(release)
 

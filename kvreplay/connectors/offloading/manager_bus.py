@@ -74,7 +74,16 @@ class ManagerOverBus:
         return self.inner.lookup_is_pure and not is_watched(self._bus, LOOKUP)
 
     def lookup_is_pure_for(self, context: RequestContext) -> bool:
-        return self.inner.lookup_is_pure_for(context) and not self._is_watched(LOOKUP, context)
+        if not self.inner.lookup_is_pure_for(context):
+            return False
+        return not self._is_watched(LOOKUP, context) or self._never_answers(context)
+
+    def _never_answers(self, context: RequestContext) -> bool:
+        """Whether some fault loses every lookup of this request: asking the next time, and the next, is in vain."""
+        interceptor = self._bus.interceptor
+        return interceptor is not None and (
+            LOOKUP in interceptor.kinds and interceptor.swallows(LOOKUP, self._conversation(LOOKUP, context))
+        )
 
     def _is_watched(self, kind: str, context: RequestContext) -> bool:
         """Whether some fault may still act on such a message for this request."""
@@ -89,6 +98,8 @@ class ManagerOverBus:
     def lookup(self, key: int, context: RequestContext) -> LookupResult:
         if not self._is_watched(LOOKUP, context):
             return self.inner.lookup(key, context)
+        if self._never_answers(context):
+            return LookupResult.RETRY
         answer = self._ask(LOOKUP, LookupQuery(key, context), context)
         if answer.never:
             return LookupResult.RETRY
@@ -96,6 +107,8 @@ class ManagerOverBus:
         return result
 
     def lookup_many(self, keys: Keys, context: RequestContext) -> LookupResults:
+        if self._never_answers(context):
+            return np.full(len(keys), int(LookupResult.RETRY), np.int8)
         return self.inner.lookup_many(keys, context)
 
     def prepare_store(self, keys: Keys, context: RequestContext) -> StorePlan | None:

@@ -107,6 +107,9 @@ class RowFault:
     def has_passed(self, kind: str, conversation: str) -> bool:
         return False
 
+    def swallows(self, kind: str, conversation: str) -> bool:
+        return False
+
     def hold(self, delivery: Delivery, release: Callable[[], None]) -> None:
         raise AssertionError("no row holds")
 
