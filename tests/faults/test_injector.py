@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvreplay.faults.record import FaultStatistics
@@ -68,6 +68,7 @@ others = st.sampled_from(
 )
 
 
+@settings(deadline=None)
 @given(before=st.lists(others, max_size=3, unique=True), after=st.lists(others, max_size=3, unique=True))
 def test_adding_faults_leaves_the_others_as_they_were(before: list[str], after: list[str]) -> None:
     """Even a fault whose message an earlier one has swallowed goes on counting as it did."""
