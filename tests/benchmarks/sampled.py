@@ -104,13 +104,13 @@ def main() -> None:
     sampler = Sampler(Path(__file__).parents[2] / "kvreplay")
     sampler.start()
     try:
-        from kvreplay.cli import main as command
+        from kvreplay.cli.app import run_app
 
-        sys.argv = ["kvreplay", *arguments]
-        command()
+        status = run_app(arguments)
     finally:
         sampler.stop()
         Path(output).write_text(json.dumps(sampler.seconds))
+    sys.exit(status)
 
 
 if __name__ == "__main__":
