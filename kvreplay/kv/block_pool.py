@@ -10,10 +10,7 @@ the one that a lookup returns. A block may hold several keys, where hits may end
 `keys` entry stands for, and shorter ones that end in it.
 """
 
-import mmap
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import cache
 
 import numpy as np
@@ -22,6 +19,7 @@ from numpy.typing import NDArray
 
 from kvreplay.errors import EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
+from kvreplay.kv.allocation import lazy_zeros
 
 BlockIds = NDArray[np.int64]
 """What numpy indexes with: any narrower type is converted at every use."""
@@ -60,7 +58,7 @@ class BlockPool:
         """Blocks that hold several keys → all but the one in `keys`."""
         self.key_tokens = np.zeros(num_blocks, np.int64)
         """Length of the prefix that a block's key stands for, where `cache` was told."""
-        self._first = _zeros(max(num_keys, 1))
+        self._first = lazy_zeros(num_keys)
         """Key → the block a lookup returns, 0 for none."""
         self._sweep_at = _INSERTS_PER_SWEEP * num_blocks
 
@@ -512,7 +510,7 @@ class BlockPool:
         if self.num_free != self.num_blocks - 1:
             return False
         self.keys[:] = NO_KEY
-        self._replace_first(_zeros(len(self._first)))
+        self._replace_first(lazy_zeros(len(self._first)))
         self._twins.clear()
         self._more_keys.clear()
         self._has_twin[:] = False
@@ -588,14 +586,14 @@ class BlockPool:
 
     def _reach(self, key: int) -> None:
         if key >= len(self._first):
-            grown = _zeros(max(key + 1, 2 * len(self._first)))
+            grown = lazy_zeros(max(key + 1, 2 * len(self._first)))
             grown[: len(self._first)] = self._first
             self._replace_first(grown)
 
     def _sweep(self) -> None:
         """Move what is left of the keys to fresh memory: most of those that ever came are gone."""
         self._sweep_at = self.num_inserted + _INSERTS_PER_SWEEP * self.num_blocks
-        fresh = _zeros(len(self._first))
+        fresh = lazy_zeros(len(self._first))
         keys = self.keys[self.keys != NO_KEY]
         fresh[keys] = self._first[keys]
         for more in self._more_keys.values():
@@ -605,19 +603,6 @@ class BlockPool:
     def _replace_first(self, first: NDArray[np.int32]) -> None:
         self._first = first
         self._first_view = first.data
-
-
-def _zeros(count: int) -> NDArray[np.int32]:
-    """Zeros in small pages of the operating system, which cost nothing until they are written: a slot per key of the
-    whole workload is cheap. (numpy asks for huge pages, of which a few keys touch nearly all.)"""
-    if sys.platform == "win32":
-        return np.zeros(count, np.int32)
-    memory = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages does not know the word
-            memory.madvise(mmap.MADV_NOHUGEPAGE)
-    zeros: NDArray[np.int32] = np.frombuffer(memory, np.int32)
-    return zeros
 
 
 @cache

@@ -5,19 +5,17 @@ a wrong word too. Nothing here knows requests: the worker model says who writes 
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
+from kvreplay.kv.allocation import words_and_tensor
 from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.block_rows import BlockRows, Positions, rows_of_groups, words_per_block
 from kvreplay.kv.content import Content, WordArray
 from kvreplay.kv.memory import BlockIds as AnyBlockIds
 from kvreplay.kv.memory import History, Provenance
 from kvreplay.kv.specs import KVCacheGroupSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 GROUPS_PER_SHARE: Final = 1 << 10
 """A share of the heads has its own words, as a group has: share s of group g counts as group g + s * this."""
@@ -33,14 +31,9 @@ class KVBuffers:
     """
 
     def __init__(self, num_blocks: int, blocks: int | Sequence[KVCacheGroupSpec]) -> None:
-        import torch
-
-        torch.set_num_threads(1)
         width = blocks if isinstance(blocks, int) else max(words_per_block(spec) for spec in blocks)
         self.num_blocks = num_blocks
-        # numpy's zeros cost nothing until they are touched; torch would touch them all.
-        self.words: WordArray = np.zeros((num_blocks, width), np.uint64)
-        self.tensor: Tensor = torch.from_numpy(self.words.view(np.int64))
+        self.words, self.tensor = words_and_tensor(num_blocks, width)
         self.rows: list[BlockRows] = (
             [BlockRows(self.words, blocks)] if isinstance(blocks, int) else rows_of_groups(self.words, blocks)
         )

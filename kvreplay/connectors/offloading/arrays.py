@@ -1,11 +1,12 @@
 """Arrays over offload keys and chunks."""
 
-import mmap
 from collections.abc import Iterator
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvreplay.kv.allocation import lazy_zeros
 
 Keys: TypeAlias = NDArray[np.int64]
 ChunkIds: TypeAlias = NDArray[np.int32]
@@ -13,12 +14,6 @@ Mask: TypeAlias = NDArray[np.bool_]
 
 NO_KEYS: Keys = np.empty(0, np.int64)
 NO_CHUNKS: ChunkIds = np.empty(0, np.int32)
-
-
-def lazy_zeros(count: int) -> NDArray[np.int32]:
-    """Zeros that take no memory until they are written: a cell per key of the whole workload is cheap."""
-    zeros: NDArray[np.int32] = np.frombuffer(mmap.mmap(-1, 4 * max(count, 1)), np.int32)
-    return zeros
 
 
 def without_repeats(keys: Keys) -> Iterator[Keys]:

@@ -4,7 +4,8 @@ from typing import Final
 
 import numpy as np
 
-from kvreplay.connectors.offloading.arrays import ChunkIds, Keys, Mask, grown, lazy_zeros
+from kvreplay.connectors.offloading.arrays import ChunkIds, Keys, Mask, grown
+from kvreplay.kv.allocation import lazy_zeros
 
 UNUSED: Final = -2
 NOT_READY: Final = -1

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreplay.connectors.offloading.arrays import Mask
+from kvreplay.kv.allocation import words_and_tensor
 from kvreplay.kv.content import WordArray
 from kvreplay.kv.memory import History
 
@@ -40,12 +41,7 @@ class CpuBuffers:
         self.tensor: Tensor | None = None
         self._words: WordArray = np.zeros((num_chunks * blocks_per_chunk, 0), np.uint64)
         if num_words:
-            import torch
-
-            torch.set_num_threads(1)
-            # numpy's zeros cost nothing until they are touched; torch would touch them all.
-            self._words = np.zeros((num_chunks * blocks_per_chunk, num_words), np.uint64)
-            self.tensor = torch.from_numpy(self._words.view(np.int64))
+            self._words, self.tensor = words_and_tensor(num_chunks * blocks_per_chunk, num_words)
         # A block as one item: numpy then copies whole blocks instead of word after word.
         self._row = np.dtype((np.void, 8 * max(num_words, 1)))
         self._rows: NDArray[np.void] | None = self._words.view(self._row).reshape(-1) if num_words else None

@@ -8,7 +8,8 @@ integer of the same meaning: `block key * num_groups + group`.
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreplay.connectors.offloading.arrays import NO_KEYS, Keys, Marks, Mask, grown, lazy_zeros
+from kvreplay.connectors.offloading.arrays import NO_KEYS, Keys, Marks, Mask, grown
+from kvreplay.kv.allocation import lazy_zeros
 from kvreplay.kv.content import KeyArray
 
 

@@ -1,0 +1,38 @@
+"""Memory that costs nothing until it is touched."""
+
+import mmap
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreplay.kv.content import WordArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def lazy_zeros(count: int) -> NDArray[np.int32]:
+    """Zeros in small pages of the operating system: a cell per key of the whole workload is cheap. (numpy asks for
+    huge pages, of which a few keys touch nearly all.)"""
+    count = max(count, 1)
+    if sys.platform == "win32":
+        return np.zeros(count, np.int32)
+    memory = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages does not know the word
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    zeros: NDArray[np.int32] = np.frombuffer(memory, np.int32)
+    return zeros
+
+
+def words_and_tensor(num_blocks: int, num_words: int) -> "tuple[WordArray, Tensor]":
+    """Contents of blocks, as shape [num_blocks, num_words]: a torch tensor of int64, and the same memory for numpy."""
+    import torch
+
+    torch.set_num_threads(1)
+    # numpy's zeros are lazy; torch would touch them all.
+    words: WordArray = np.zeros((num_blocks, num_words), np.uint64)
+    return words, torch.from_numpy(words.view(np.int64))
