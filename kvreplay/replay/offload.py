@@ -80,6 +80,7 @@ class Offload:
             observer=self,
             mirrors_states=False,
             has_drafter=kv.rules.drops_eagle_block,
+            held_blocks=kv.block_arrays,
         )
 
     def _wake_at(self, time_ns: int) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvreplay.connectors.offloading.scheduler import OffloadingScheduler
+from kvreplay.engine.scheduler import Scheduler
 from kvreplay.events import DETAIL_BLOCKS
 from kvreplay.faults.catalogue import catalogue
 from kvreplay.kv.specs import SLIDING_WINDOW, KVCacheGroupSpec
@@ -144,3 +146,53 @@ def test_without_faults_0_33_breaks_no_law_with_overlapping_steps(seed: int) -> 
     config, _ = a_config(rng)
     played = play(overlapping(config), some_clients(rng))
     assert not played.of("violation", "engine.crashed", "request.stalled")
+
+
+def reset_while_decoding(seed: int) -> tuple[ReplayConfig, Workload, str]:
+    """Windows leave blocks behind in steps that the connector is not shown; then all is to be stored again."""
+    rng = Random(seed)
+    layout = rng.choice([(FULL, window(8)), (window(8),), (FULL, window(5))])
+    config = offloading(*layout, num_gpu_blocks=rng.choice([40, 44]), cpu_chunks=128)
+    requests = [
+        request(f"r{place}", rng.randint(0, 400), prompt_tokens=rng.randint(8, 30), output_tokens=rng.randint(15, 33))
+        for place in range(8)
+    ]
+    return config, workload(*requests), f"cache.reset:at={rng.randint(150, 700)}ms,what=connector"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_reset_stores_nothing_of_blocks_that_were_given_away_unseen(seed: int) -> None:
+    config, clients, reset = reset_while_decoding(seed)
+    quick, plain = (
+        play(config, clients, reset, behaviour="ideal", single_steps=is_plain, use_lockstep=not is_plain)
+        for is_plain in (False, True)
+    )
+    assert not quick.violations
+    assert told(quick) == told(plain)
+
+
+def test_it_would_without_a_look_at_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OffloadingScheduler, "_forget_what_is_not_held", lambda *_: None)
+    worlds = map(reset_while_decoding, SEEDS)
+    found = {
+        event.status
+        for config, clients, reset in worlds
+        for event in play(config, clients, reset, behaviour="ideal").violations
+    }
+    assert "STORE-CONTENT" in found
+
+
+def test_ideal_engines_with_windows_coast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of what they generate is stored, so that nobody need look at their steps."""
+    coasts: list[int] = []
+    real = Scheduler.coast
+
+    def coast(self: Scheduler, num_steps: int) -> int:
+        coasts.append(num_steps)
+        return real(self, num_steps)
+
+    monkeypatch.setattr(Scheduler, "coast", coast)
+    config = offloading(FULL, window(8), num_gpu_blocks=60)
+    played = play(config, workload(request("a", prompt_tokens=8, output_tokens=40)), behaviour="ideal", detail=0)
+    assert played.ends()["a"][0] == "finished"
+    assert sum(coasts) > 20

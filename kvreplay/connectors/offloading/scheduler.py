@@ -51,6 +51,7 @@ class OffloadingScheduler:
     nothing does. `now_ns` is the time and `wake_at` has the engine ask again at that time, both for bounded lookups.
     `mirrors_states`: follow also the tables of groups whose states are handed over, which is of no use but to show what
     vLLM's connector would have of them. `has_drafter`: the model speculates with a drafter of the EAGLE kind.
+    `held_blocks`: what a request holds now, per group of the engine; for who must know which ids are out of date.
     """
 
     requires_kv_delivery = False
@@ -69,6 +70,7 @@ class OffloadingScheduler:
         observer: StepObserver | None = None,
         mirrors_states: bool = True,
         has_drafter: bool = False,
+        held_blocks: Callable[[str], Sequence[BlockIds]] | None = None,
     ) -> None:
         self.layout = layout
         self._mirrored = tuple(
@@ -76,8 +78,10 @@ class OffloadingScheduler:
         )
         self._watched = tuple(index for index in layout.windowed if index in self._mirrored)
         """Groups of which an id may have to be forgotten."""
-        self.follows_windows = not layout.offload_prompt_only or behaviour.stale_ids == "all"
-        """Else nothing is stored of a request that only decodes, nor forgotten: what leaves its windows is all one."""
+        self.follows_windows = not layout.offload_prompt_only
+        """Else nothing is stored of a request that only decodes: what leaves its windows is all one, until a reset has
+        it offer its prompt again. (With it each block that a decoding request fills is a store of its own, ordered in
+        the step that fills it, so that there are no steps to skip.)"""
         self.manager = manager
         self.behaviour = behaviour
         self.ledger = JobLedger()
@@ -100,6 +104,7 @@ class OffloadingScheduler:
         self._max_loadable = max_loadable
         self._defers_readmission = behaviour.readmission == "defer"
         self._forgets_all_stale = behaviour.stale_ids == "all"
+        self._held_blocks = held_blocks if self._forgets_all_stale else None
         self._now_ns = now_ns if behaviour.pending_lookup == "bound" else None
         self._wake_at = wake_at
         self._lookup_timeout_ns = lookup_timeout_ns
@@ -312,6 +317,14 @@ class OffloadingScheduler:
                     ids = group_state.table.ids[start:end]
                     ids[self._given_now.holds(ids)] = 0
 
+    def _forget_what_is_not_held(self, state: RequestState, held: Sequence[BlockIds]) -> None:
+        """It offers everything again. What has left its windows, perhaps in steps that it was not shown in, may have
+        been given away."""
+        for index in self._watched:
+            ids, now = state.groups[index].table.ids, held[state.groups[index].group.group_id]
+            ids[len(now) :] = 0
+            ids[: len(now)][now[: len(ids)] == 0] = 0
+
     def _first_watched(self, group_state: GroupState) -> int:
         if self._forgets_all_stale:
             return 0
@@ -467,6 +480,8 @@ class OffloadingScheduler:
         self._unsettled.clear()
         for state in self.states.values():
             state.rewind()
+            if self._held_blocks is not None:
+                self._forget_what_is_not_held(state, self._held_blocks(state.request.request_id))
             if self.layout.windowed:
                 self._unsettled[state.request.request_id] = None
             state.jobs.clear()
