@@ -25,7 +25,7 @@ from kvreplay.engine.connector import KVConnectorOutput, RequestBlocks
 from kvreplay.engine.output import SchedulerOutput
 from kvreplay.engine.request import Request
 
-VECTORS = sorted((Path(__file__).parent / "vectors").glob("*.json"))
+VECTORS = [path for folder in ("vectors", "more") for path in sorted((Path(__file__).parent / folder).glob("*.json"))]
 ENGINE = ("add", "new", "resumed", "run", "preempted", "fin_prev", "cow", "evict", "reset", "out", "upd_of", "after")
 OFFLOAD = ("lookup", "load", "offer", "store", "flush", "submit", "done", "cpu_evict", "req_done", "cpu_reset")
 TIERS = ("promote", "tier", "tier_done")
@@ -169,14 +169,15 @@ class Driver(SchedulerDriver):
         order = document["workload"]["offload"].get("multi")
         connector: Any = Alone(half) if order is None else Multi(half, scripted, order)  # type: ignore[arg-type]
         super().__init__(_WithConnector(workload, connector))  # type: ignore[arg-type]
+        self._cache_resets = [event for event in offload.events if event.reset_prefix_cache]
         self._reset: Callable[..., bool] = self.scheduler.reset_prefix_cache
         self.scheduler.reset_prefix_cache = self._reset_both  # type: ignore[method-assign]
 
     def _reset_both(self, *, reset_running: bool = False, reset_connector: bool = False) -> bool:
         """The event says more than that driver knows of."""
-        events = [event for event in self.offload.events if event.step == self.desk.clock.step]
-        both = any(event.reset_prefix_cache and event.reset_connector for event in events)
-        return self._reset(reset_running=reset_running, reset_connector=both)
+        event = next(event for event in self._cache_resets if event.step == self.desk.clock.step)
+        self._cache_resets.remove(event)
+        return self._reset(reset_running=reset_running, reset_connector=event.reset_connector)
 
     def _request(self, spec: RequestSpec) -> Request:
         request = Request(
@@ -199,9 +200,11 @@ class Driver(SchedulerDriver):
         resets = [event for event in self.offload.events if event.step == step and _is_reset(event)]
         for event in resets:
             if not event.reset_prefix_cache:
+                where[0] = "reset"
                 done = self.desk.connector.reset_cache()
                 if event is resets[-1]:  # else what came of the other cache is recorded
                     self.record["reset"] = done
+        where[0] = "schedule"
         return super()._schedule(step, where)
 
     def _one_step(self, step: int, arrivals: list[RequestSpec]) -> bool:
