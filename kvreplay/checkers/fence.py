@@ -22,11 +22,14 @@ def check_fence(frame: pl.DataFrame, *, fences_attempts: bool = False) -> list[F
 
     `fences_attempts`: nothing lands of a pull that is settled (the switch transfer_fence).
     """
-    in_flight = _transfers(frame, fences_attempts=fences_attempts).rename({"request_id": "previous"})
+    in_flight = _of_admissions(frame, _transfers(frame, fences_attempts=fences_attempts)).rename(
+        {"request_id": "previous"}
+    )
     breaches = (
         _handovers(frame)
         .join(in_flight, on=["instance", "previous"], maintain_order="left")
         .filter(pl.col("seq").is_between("start_seq", "end_seq", closed="none"))
+        .filter(pl.coalesce(pl.col("returned_seq") > pl.col("admitted_seq"), True))
         .unique(["seq", "block_ids"], keep="first", maintain_order=True)
         .collect()
     )
@@ -48,7 +51,7 @@ def check_fence(frame: pl.DataFrame, *, fences_attempts: bool = False) -> list[F
 def _handovers(frame: pl.DataFrame) -> pl.LazyFrame:
     """Blocks given to a request after another one had them: `previous` is the one that had, or gave back, last.
 
-    What a window has left behind is in no transfer of its request.
+    `returned_seq`: when it gave the block back, if it did. What a window has left behind is in no transfer.
     """
     columns = ("seq", "time_ns", "kind", "instance", "request_id", "group", "block_ids", "cause")
     return (
@@ -56,14 +59,36 @@ def _handovers(frame: pl.DataFrame) -> pl.LazyFrame:
         .explode("block_ids")
         .with_columns(
             previous=pl.col("request_id").shift(1).over("instance", "block_ids"),
-            given_back=pl.col("cause").shift(1).over("instance", "block_ids"),
+            left_behind=pl.col("cause").shift(1).over("instance", "block_ids"),
+            returned_seq=pl.when(pl.col("kind") == "block.freed")
+            .then(pl.col("seq"))
+            .shift(1)
+            .over("instance", "block_ids"),
         )
         .filter(
             pl.col("kind") == "block.allocated",
             pl.col("block_ids") != NULL_BLOCK_ID,
             pl.col("previous") != pl.col("request_id"),
-            pl.col("given_back").is_null(),
+            pl.col("left_behind").is_null(),
         )
+    )
+
+
+def _of_admissions(frame: pl.DataFrame, transfers: pl.LazyFrame) -> pl.LazyFrame:
+    """`admitted_seq`: when the request was last given blocks before its transfer began. What it had given back by then
+    was of an earlier admission."""
+    given = (
+        rows_of(frame, ["block.allocated"], "seq", "instance", "request_id")
+        .rename({"seq": "admitted_seq"})
+        .sort("admitted_seq")
+    )
+    return transfers.sort("start_seq").join_asof(
+        given,
+        left_on="start_seq",
+        right_on="admitted_seq",
+        by=["instance", "request_id"],
+        strategy="backward",
+        check_sortedness=False,  # both are; polars cannot see it of groups
     )
 
 

@@ -275,6 +275,15 @@ def test_where_attempts_are_fenced_nothing_lands_of_a_pull_that_is_settled(frame
         assert len(check_fence(frame_of(had, sending("started", 2), elsewhere, taken), fences_attempts=True)) == 1
 
 
+def test_what_it_had_in_an_earlier_admission_is_in_no_transfer(frame_of: FrameOf) -> None:
+    before = [blocks("allocated", 1, "r1", [6], "P0"), blocks("freed", 2, "r1", [6], "P0")]
+    taken = blocks("allocated", 9, "r2", [6], "P0")
+    assert len(check_fence(frame_of(*before, sending("started", 4), taken))) == 1, "it reads what it has given back"
+    for again in (blocks("allocated", 3, "r1", [7], "P0"), blocks("allocated", 3, "r1", [6, 7], "P0")):
+        found = check_fence(frame_of(*before, again, sending("started", 4), taken))
+        assert len(found) == (6 in (again.block_ids or ()))
+
+
 def test_what_a_window_has_left_behind_is_in_no_transfer(frame_of: FrameOf) -> None:
     had, left = blocks("allocated", 1, "r1", [6, 7], "P0"), blocks("freed", 2, "r1", [6], "P0")
     taken = blocks("allocated", 9, "r2", [6], "P0")

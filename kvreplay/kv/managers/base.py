@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ from kvreplay.kv.specs import CIRCULAR_BUFFER, KVCacheGroupSpec, cdiv
 
 Mask = NDArray[np.bool_]
 
+_SHORT: Final = 64
+"""Blocks; what is longer costs a look at the whole table."""
 NO_BLOCKS: BlockIds = np.empty(0, np.int64)
 
 
@@ -286,14 +288,20 @@ class KVGroupManager(ABC):
         if skipped <= 0 or table is None:
             return
         ids = table.ids[:skipped]
-        nulls = (ids == NULL_BLOCK_ID).nonzero()[0]
-        first = int(nulls[-1]) + 1 if len(nulls) else 0
-        if first < len(ids):
-            freed = ids[first:][::-1].copy()
-            ids[first:] = NULL_BLOCK_ID
-            self.pool.free_blocks(freed)
-            if self.on_left_behind is not None:
-                self.on_left_behind(request_id, self.group, freed)
+        if not len(ids) or not ids[-1]:
+            return
+        # What has just been left is short, as a rule, and what was left before may be long.
+        known = max(len(ids) - _SHORT, 0)
+        nulls = (ids[known:] == NULL_BLOCK_ID).nonzero()[0]
+        if not len(nulls) and known:
+            known = 0
+            nulls = (ids == NULL_BLOCK_ID).nonzero()[0]
+        first = known + int(nulls[-1]) + 1 if len(nulls) else 0
+        freed = ids[first:][::-1].copy()
+        ids[first:] = NULL_BLOCK_ID
+        self.pool.free_blocks(freed)
+        if self.on_left_behind is not None:
+            self.on_left_behind(request_id, self.group, freed)
 
     def pop_blocks_for_free(self, request_id: str) -> BlockIds:
         """The request's blocks in table order, leading nulls dropped; its table is gone."""
