@@ -111,6 +111,10 @@ class SchedulerConnector(Protocol):
         """
         ...
 
+    def note_invalid(self, request: Request, num_tokens: int) -> None:
+        """What the request has computed behind its first `num_tokens` tokens is wrong, also what is being stored."""
+        ...
+
     def request_finished(self, request: Request, blocks: RequestBlocks) -> bool:
         """Before the request's blocks are freed; `blocks` are those that cover its computed tokens.
 
@@ -152,6 +156,8 @@ class PlainSchedulerHalf:
 
     def loads_every_group(self, request_id: str) -> bool:
         return False
+
+    def note_invalid(self, request: Request, num_tokens: int) -> None: ...
 
     def update_connector_output(self, output: KVConnectorOutput) -> None: ...
 

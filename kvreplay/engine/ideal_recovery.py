@@ -51,6 +51,8 @@ def longest_valid_prefix(
         affected.append(request.request_id)
         recovery.note_failed_load(request, computed_before, kept, "blocks", held_bad)
         recovery.forget_taint(request)
+        if scheduler.connector is not None:
+            scheduler.connector.note_invalid(request, kept)
         recovery.evict(_forget_from(scheduler.kv, request, kept), [request])
         request.num_computed_tokens = kept
         if kept or request.status.is_parked or not recovery.recompute:

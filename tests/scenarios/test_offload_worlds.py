@@ -196,3 +196,27 @@ def test_ideal_engines_with_windows_coast(monkeypatch: pytest.MonkeyPatch) -> No
     played = play(config, workload(request("a", prompt_tokens=8, output_tokens=40)), behaviour="ideal", detail=0)
     assert played.ends()["a"][0] == "finished"
     assert sum(coasts) > 20
+
+
+SYNC_FAULTS = [f"offload.{name}" for name in ("ack-lost", "not-ready-hit", "load-corrupt", "load-dma-fail", "ack-late")]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("seed", [3, 42, 55, 60, 68, 73, 79])
+def test_a_load_that_a_step_waits_for_and_that_fails_leaves_nothing_behind(seed: int, *, overlaps: bool) -> None:
+    """The step sees how it ends, whatever becomes of the report; and what it has computed on it is not stored."""
+    rng = Random(f"sync{seed}")
+    layout = rng.choice(LAYOUTS)
+    config = offloading(
+        *layout,
+        num_gpu_blocks=40,
+        cpu_chunks=128,
+        store_bytes_per_s=rng.choice([200, 2000]),
+        load_bytes_per_s=rng.choice([200, 10**9]),
+        sync_load_budget_bytes=64,
+    )
+    clients = some_clients(rng)
+    faults = [f"{name}:p=0.7" for name in rng.sample(SYNC_FAULTS, 3)]
+    config = overlapping(config) if overlaps else config
+    played = play(config, clients, *faults, behaviour="ideal", recompute=True, seed=seed)
+    assert not played.of("violation", "engine.crashed", "request.stalled")

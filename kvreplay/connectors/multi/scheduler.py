@@ -99,6 +99,10 @@ class MultiScheduler:
         chosen = self._chosen.get(request_id)
         return chosen is not None and self.children[chosen].loads_every_group(request_id)
 
+    def note_invalid(self, request: Request, num_tokens: int) -> None:
+        for child in self.children:
+            child.note_invalid(request, num_tokens)
+
     def request_finished(self, request: Request, blocks: RequestBlocks) -> bool:
         """If several children keep the blocks, they come back with the last one's report."""
         self._chosen.pop(request.request_id, None)

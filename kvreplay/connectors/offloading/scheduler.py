@@ -391,6 +391,14 @@ class OffloadingScheduler:
                     self.ledger.jobs[job_id].failure = failure
             self._complete_jobs(output.completed_jobs.items())
 
+    def note_invalid(self, request: Request, num_tokens: int) -> None:
+        """What is being stored of it is forgotten when it is there."""
+        state = self.states.get(request.request_id)
+        for job_id in state.jobs if state is not None else ():
+            job = self.ledger.jobs[job_id]
+            if job.is_store and (self._space.positions(job.keys) > num_tokens).any():
+                job.failure = job.failure or "computed on a load that failed"
+
     def _complete_jobs(self, reports: Iterable[tuple[int, int]]) -> None:
         for job_id, count in reports:
             if self.ledger.is_stale(job_id):

@@ -264,6 +264,9 @@ class OffloadingWorkers:
             self._take(report)
             return
         job = self.box.job(report.job_id)
+        if self._repeats and job is not None and job.is_sync and report.failure is not None:
+            # The step waits for this copy, and sees itself how it ends.
+            self._take(report)
         envelope = Envelope(
             kind=RANK_REPORT,
             source=self.ranks[report.rank].address,
