@@ -257,6 +257,8 @@ def apply_text(document: Document, dotted: str, text: str, where: str) -> None:
     role, path = _split_role(dotted.split("."))
     known = _settable()
     key = ".".join(path)
+    if path[:2] == ["model", "groups"]:
+        raise ConfigError(f"{where}: groups are tables, which a file has; here model.preset or model.block_size")
     if key not in known or (role and path[0] not in _ROLE_SECTIONS):
         sections = list(dict.fromkeys(name.split(".")[0] for name in known))
         hint = nearest(key, known, f"; sections are {', '.join(sections)}")

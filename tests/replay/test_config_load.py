@@ -128,6 +128,14 @@ def test_set_values_take_the_fields_type() -> None:
         ("cache.num_gpu_blocks", "expected KEY=VALUE"),
         ("cache.num_gpu_block=1", "unknown key; did you mean 'cache.num_gpu_blocks'?"),
         ("scheduler.max_model_len=1", "unknown key; did you mean 'model.max_model_len'?"),
+        (
+            "model.groups=[]",
+            "groups are tables, which a file has; here model.preset or model.block_size",
+        ),
+        (
+            "model.groups.0.block_size=32",
+            "groups are tables, which a file has; here model.preset or model.block_size",
+        ),
         ("prefill.kv.device=cpu", "unknown key; did you mean 'kv.device'?"),
         ("cache.num_gpu_blocks=many", "expected an integer, got 'many'"),
         ("cache.num_gpu_blocks=1e3", "expected an integer, got '1e3'"),
