@@ -468,6 +468,11 @@ class KVCacheManager:
         for manager in self._aligned_mamba:
             manager.start_step()
 
+    @property
+    def has_refused_state(self) -> bool:
+        """Whether somebody was refused in this step because it hits a Mamba state that is only made in it."""
+        return any(manager.has_refused for manager in self._aligned_mamba)
+
     def take_blocks_to_zero(self) -> list[int]:
         """Blocks taken since the last call whose old contents somebody could read."""
         taken = [block_id for manager in self.managers for block_id in manager.take_new_block_ids()]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from kvreplay.events import DETAIL_BLOCKS, DETAIL_RUN, DETAIL_STEPS, KINDS, Event
 from tests.scenarios.random_worlds import ENGINE_FAULTS, PAIR_FAULTS, World, worlds
-from tests.scenarios.stage import Play, play, request, role, single, workload
+from tests.scenarios.stage import MAX_MODEL_LEN, Play, play, request, role, single, workload
 
 PLAIN: Final[Mapping[str, bool]] = {"single_steps": True, "use_lockstep": False}
 SINGLE_STEPS: Final[Mapping[str, bool]] = {"single_steps": True}
@@ -101,6 +101,13 @@ def test_twins_that_fill_a_block_in_a_coast_hash_it_in_their_order() -> None:
     for seed in range(4):  # it takes one of the two
         fault = "scheduler.preempt:at=request.first_token,p=0.5"
         check_modes(World(config, workload(*twins), (fault,), "vllm-0.33", recompute=False, seed=seed))
+
+
+def test_a_whole_prompt_that_finds_no_budget_comes_in_the_next_step() -> None:
+    """Not after all the steps in which the others decode."""
+    prompts = [request(name, prompt_tokens=40, output_tokens=12, text=name * 10) for name in "ab"]
+    engine = role(num_gpu_blocks=200, max_num_batched_tokens=MAX_MODEL_LEN, enable_chunked_prefill=False)
+    check_modes(World(single(engine), workload(*prompts), (), "vllm-0.33", recompute=False, seed=0))
 
 
 @pytest.mark.parametrize("is_pair", [False, True])

@@ -20,6 +20,7 @@ class _Head(Enum):
     SKIP = "let others pass"
     REQUEUE = "it holds nothing any more, and goes to the front of those who never did"
     STOP = "it stays, and the scan ends"
+    NOT_NOW = "as STOP, but for a reason that is over with the step"
 
 
 @dataclass(slots=True)
@@ -72,8 +73,8 @@ class AdmissionLayer(RunningLayer):
                 share: Share | _Head = _Head.SKIP
             else:
                 share = self._admit(request, threshold, out, defer_prefills=defer_prefills)
-            if share is _Head.STOP:
-                if may_settle:
+            if share is _Head.STOP or share is _Head.NOT_NOW:
+                if may_settle and share is _Head.STOP:
                     self._scan = Scan.BLOCKED
                 break
             queue.take()
@@ -129,7 +130,7 @@ class AdmissionLayer(RunningLayer):
             return refused
         new_blocks = self._allocate_admission(admission)
         if new_blocks is None:
-            return _Head.STOP
+            return _Head.NOT_NOW if self.kv.has_refused_state else _Head.STOP
         computed, num_external = admission.computed, admission.num_external
         if admission.hit is not None and self.accounts is not None:
             self.accounts.note_admission(request, admission.num_local, self.kv)
@@ -261,7 +262,7 @@ class AdmissionLayer(RunningLayer):
                 raise EngineFatal("AssertionError")
             return None
         if defer_prefills and admission.computed < request.num_tokens - 1:
-            return _Head.STOP
+            return _Head.NOT_NOW
         if admission.hit is not None and not self._brings_window(admission):
             admission.num_replay = min(self.kv.prefix_replay_tokens, admission.computed)
             admission.computed -= admission.num_replay
@@ -271,18 +272,18 @@ class AdmissionLayer(RunningLayer):
         if is_padded:
             num_tokens = 1 + self._num_spec_tokens
             if num_tokens > budget:
-                return _Head.STOP
+                return _Head.NOT_NOW
         if 0 < threshold < num_tokens:
             num_tokens = threshold
         if not self.config.enable_chunked_prefill and num_tokens > budget:
-            return _Head.STOP
+            return _Head.NOT_NOW
         num_tokens = min(num_tokens, budget)
         if num_tokens <= 0:
             raise EngineFatal("AssertionError")
         wanted = num_tokens
         num_tokens = self._chunks.aligned(request, admission.computed, num_tokens)
         if not num_tokens:
-            return _Head.STOP
+            return _Head.NOT_NOW
         if is_padded and num_tokens != 1 + self._num_spec_tokens and self._chunks.block_size is not None:
             num_tokens, is_padded = 1, False
         num_tokens = self._chunks.outside_lookahead(request, admission.computed, num_tokens, wanted)

@@ -58,6 +58,7 @@ class EndsLayer(HybridLockstepLayer):
         self._free_request(request, delay_free=delay_free)
 
     def _free_request(self, request: Request, *, delay_free: bool = False) -> None:
+        self._blocks_changed()  # even if it keeps its blocks: it needs no more, and nobody may be running any longer
         self.inflight_prefills.pop(request.request_id, None)
         if self.connector is not None:
             computed, in_flight = request.num_computed_tokens, request.num_in_flight_tokens

@@ -99,6 +99,8 @@ class AlignedMambaManager(MambaManager):
         self._has_allocated: set[str] = set()
         self._keys_of_step: set[int] = set()
         """Keys of states that are only made in this step: nobody can use them in it."""
+        self.has_refused = False
+        """Whether somebody wanted one of them in this step."""
         self._own_tails: dict[str, tuple[int, int]] = {}
         """Request → (block, tokens) of the partial state that it has registered itself, and will overwrite."""
         self._boundary_states: list[tuple[str, BoundaryState]] = []
@@ -109,6 +111,7 @@ class AlignedMambaManager(MambaManager):
 
     def num_blocks_to_allocate(self, request_id: str, hit: BlockIds, need: Need) -> int:
         if len(hit) and int(self.pool.keys[hit[-1]]) in self._keys_of_step:
+            self.has_refused = True
             return self.pool.num_blocks + 1  # more than there are: not in this step
         table = self.tables.get(request_id)
         held = table.num_blocks if table is not None else 0
@@ -329,6 +332,7 @@ class AlignedMambaManager(MambaManager):
 
     def start_step(self) -> None:
         self._keys_of_step.clear()
+        self.has_refused = False
 
     def take_boundary_states(self) -> list[tuple[str, BoundaryState]]:
         taken, self._boundary_states = self._boundary_states, []
