@@ -1,5 +1,7 @@
 """How a transcript shows what connector and worker say to each other."""
 
+import json
+
 from kvreplay.conformance.vector import Json
 from kvreplay.connectors.mooncake.producer import Producer
 from kvreplay.connectors.mooncake.structs import MooncakeConnectorMetadata
@@ -10,7 +12,7 @@ def shown_metadata(metadata: MooncakeConnectorMetadata) -> dict[str, Json]:
     shown: dict[str, Json] = {}
     if metadata.reqs_to_recv:
         shown["to_recv"] = {
-            engine_id: {name: [meta.transfer_id, meta.local_block_ids] for name, meta in metas.items()}
+            key_of(engine_id): {name: [meta.transfer_id, meta.local_block_ids] for name, meta in metas.items()}
             for engine_id, metas in metadata.reqs_to_recv.items()
         }
     if metadata.reqs_to_send:
@@ -27,7 +29,7 @@ def shown_output(output: KVConnectorOutput) -> dict[str, Json]:
 
 def shown_entries(producer: Producer) -> dict[str, Json]:
     return {
-        transfer_id: {
+        key_of(transfer_id): {
             "p_req_id": entry.p_req_id,
             "ready": entry.ready,
             "blocks": entry.local_block_ids,
@@ -38,6 +40,11 @@ def shown_entries(producer: Producer) -> dict[str, Json]:
         }
         for transfer_id, entry in producer.entries.items()
     }
+
+
+def key_of(parameter: object) -> str:
+    """A request's parameter as a name in JSON."""
+    return parameter if isinstance(parameter, str) else json.dumps(parameter)
 
 
 def state_of(entry: Json) -> str:

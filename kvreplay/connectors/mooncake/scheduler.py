@@ -142,7 +142,7 @@ class MooncakeScheduler(PlainSchedulerHalf):
                     # Only a pull without blocks comes here unchecked: its request was aborted in the queue.
                     if name not in params:
                         raise EngineFatal("KeyError", f"'{name}'")
-                of_engine = metadata.reqs_to_recv.setdefault(params["remote_engine_id"], {})
+                of_engine = metadata.reqs_to_recv.setdefault(_hashed(params["remote_engine_id"]), {})
                 of_engine[req_id] = PullReqMeta(
                     d_req_id=req_id,
                     transfer_id=params["transfer_id"],
@@ -176,7 +176,7 @@ class MooncakeScheduler(PlainSchedulerHalf):
             return False
         _engine_asserts(not self.is_kv_consumer)
         if request.status not in self._sent_statuses:
-            self._reqs_not_processed[params["transfer_id"]] = None
+            self._reqs_not_processed[_hashed(params["transfer_id"])] = None
             return False
         block_ids = blocks.get_block_ids()
         if not any(block_ids):
@@ -225,6 +225,13 @@ def _has_pull_parameters(params: dict[str, Any]) -> bool:
 def _params_of(request: Request) -> dict[str, Any]:
     assert request.kv_transfer_params is not None
     return request.kv_transfer_params
+
+
+def _hashed(parameter: Any) -> Any:  # noqa: ANN401 - JSON
+    """A request's parameter, where vLLM looks it up in a table: the engine dies of one that is a list or an object."""
+    if isinstance(parameter, (list, dict)):
+        raise EngineFatal("TypeError", f"unhashable type: {type(parameter).__name__!r}")
+    return parameter
 
 
 def _engine_asserts(condition: bool) -> None:  # noqa: FBT001 - reads as an assertion

@@ -70,7 +70,13 @@ class Transfers:
     def record(self, metadata: MooncakeConnectorMetadata, now_ns: int) -> None:
         """Take the step's metadata. What vLLM does not expect ends it there, unheard: the rest is lost."""
         for p_req_id, (transfer_id, block_ids) in metadata.reqs_to_send.items():
-            if not block_ids:
+            if isinstance(transfer_id, (list, dict)):
+                # A parameter that is no string, and cannot be looked up.
+                if not self._accepts_unknown:
+                    break
+                if block_ids:
+                    self._finished_sending[p_req_id] = None
+            elif not block_ids:
                 self._announce(p_req_id, transfer_id)
             elif not self._finish(p_req_id, transfer_id, block_ids, now_ns):
                 break
@@ -163,11 +169,18 @@ class Transfers:
         """Requests whose blocks may be freed: sent, or never asked for in time."""
         finished = self._finished_sending
         if self._overdue:
-            for entry in [entry for entry in self._overdue.values() if entry.sending == 0]:
+            for entry in [entry for entry in self._overdue_in_order() if entry.sending == 0]:
                 self._expire(entry, now_ns)
                 finished[entry.p_req_id] = None
         self._finished_sending = {}
         return list(finished)
+
+    def _overdue_in_order(self) -> Iterable[SendBlockMeta]:
+        """In the order in which they became known: vLLM's poll goes through all it knows."""
+        overdue = self._overdue
+        if len(overdue) < 2:
+            return overdue.values()
+        return (entry for transfer_id, entry in self.entries.items() if transfer_id in overdue)
 
     def _on_overdue(self, entry: SendBlockMeta, now_ns: int) -> None:
         self._overdue[entry.transfer_id] = entry
