@@ -6,7 +6,7 @@ import msgspec
 
 from kvreplay.behaviour import Behaviour
 from kvreplay.connectors.mooncake import log
-from kvreplay.connectors.mooncake.addresses import SCHEME, instance_of
+from kvreplay.connectors.mooncake.addresses import SCHEME, instance_of, printable, refusal_of
 from kvreplay.connectors.mooncake.config import MooncakeConfig
 from kvreplay.connectors.mooncake.coverage import Coverage
 from kvreplay.connectors.mooncake.discovery import Discovery, Query, by_server, of_first
@@ -185,12 +185,14 @@ class Consumer:
     def start_load_kv(self, reqs_to_recv: dict[str, dict[str, PullReqMeta]], now_ns: int) -> None:
         """Start to pull. An exception for one producer loses those after it, as it does in vLLM."""
         self._now_ns = now_ns
+        pulls: list[Pull] = []
         for engine_id, wanted in reqs_to_recv.items():
             metas = {req_id: meta.copy(self._coverage(meta)) for req_id, meta in wanted.items()}
             if self._discovery.addresses(engine_id) is None:
                 self._ask_bootstrap(engine_id, metas, now_ns)
-            elif not self._start_pulls(engine_id, metas, now_ns) and not self._hears_exceptions:
-                return
+            elif not self._plan_pulls(engine_id, metas, pulls) and not self._hears_exceptions:
+                break
+        self._start_pulls(pulls, now_ns)
 
     def _coverage(self, meta: PullReqMeta) -> Coverage | None:
         if self._verifies and meta.has_blocks:
@@ -219,19 +221,21 @@ class Consumer:
                 self._fail_unasked(engine_id, of_url, f"no bootstrap server at {url!r}")
 
     def _on_resolved(self, query: Query, now_ns: int) -> None:
+        pulls: list[Pull] = []
         for engine_id, metas in query.waiting:
             if self._discovery.addresses(engine_id) is None:
                 self._fail_unasked(
                     engine_id, metas, f"remote engine_id {engine_id} not found from bootstrap server {query.url}"
                 )
             else:
-                self._start_pulls(engine_id, metas, now_ns)
+                self._plan_pulls(engine_id, metas, pulls)
+        self._start_pulls(pulls, now_ns)
 
     def _fail_unasked(self, engine_id: str, metas: dict[str, PullReqMeta], reason: str) -> None:
-        self._settlement.fail_all(Pull("", metas, peer=instance_of(engine_id)), reason)
+        self._settlement.fail_all(Pull("", metas, peer=instance_of(printable(engine_id))), reason)
 
-    def _start_pulls(self, engine_id: str, metas: dict[str, PullReqMeta], now_ns: int) -> bool:
-        """One pull per peer rank. False if the known addresses do not cover the ranks that are needed.
+    def _plan_pulls(self, engine_id: str, metas: dict[str, PullReqMeta], pulls: list[Pull]) -> bool:
+        """One pull per peer rank, onto `pulls`. False if the known addresses do not cover the ranks that are needed.
 
         In vLLM that is an exception that nobody hears: the requests wait for ever.
         """
@@ -239,35 +243,48 @@ class Consumer:
             addresses = self._peer_addresses(engine_id)
         except (KeyError, ValueError, ZeroDivisionError) as error:
             if self._hears_exceptions:
-                self._discovery.forget(engine_id)
-                self._fail_unasked(engine_id, metas, f"remote engine_id {engine_id} lacks a rank: {error}")
+                self._fail_uncovered(engine_id, metas, error)
             return False
+        if not addresses and self._hears_exceptions:
+            self._fail_uncovered(engine_id, metas, "no address")
         for meta in metas.values():
             meta.pull_tasks_count = len(addresses)
         conversation = f"pull/{self._identity.origin}/{next(iter(metas))}"
         for index, address in enumerate(addresses):
-            pull = Pull(
-                conversation if len(addresses) == 1 else f"{conversation}/{index}",
-                metas,
-                peer=instance_of(address),
-                address=address,
-                peer_index=index,
-                num_peers=len(addresses),
-                place=self._rank * len(addresses) + index,
+            pulls.append(
+                Pull(
+                    conversation if len(addresses) == 1 else f"{conversation}/{index}",
+                    metas,
+                    peer=instance_of(printable(address)),
+                    address=address,
+                    peer_index=index,
+                    num_peers=len(addresses),
+                    place=self._rank * len(addresses) + index,
+                )
             )
-            pull.include_layout = address not in self._acked_layout_peers
-            if str(address).startswith(SCHEME):  # what a bootstrap server says may be anything
-                self._pulls[pull.conversation] = pull
-                self._send(pull, now_ns)
-            else:
-                self._settlement.fail_all(pull, f"transfer failed: Invalid zmq path: {address}")
         return True
+
+    def _fail_uncovered(self, engine_id: str, metas: dict[str, PullReqMeta], what: object) -> None:
+        self._discovery.forget(engine_id)
+        self._fail_unasked(engine_id, metas, f"remote engine_id {engine_id} lacks a rank: {what}")
+
+    def _start_pulls(self, pulls: Iterable[Pull], now_ns: int) -> None:
+        """Each is a task in vLLM: none begins before all of a step, or all that waited for one answer, are planned."""
+        for pull in pulls:
+            try:
+                pull.include_layout = pull.address not in self._acked_layout_peers
+            except TypeError as error:  # an address that is no string, and cannot be looked for: nobody hears of it
+                if self._hears_exceptions:
+                    self._settlement.fail_all(pull, f"transfer failed: {error}")
+                continue
+            self._pulls[pull.conversation] = pull
+            self._send(pull, now_ns)
 
     def _peer_addresses(self, engine_id: str) -> list[str]:
         """Every producer rank that holds a part of what this rank needs."""
         by_tp_rank = self._discovery.addresses(engine_id)
         assert by_tp_rank is not None
-        selected = select_peers(self._ranks, by_tp_rank)
+        selected = select_peers(self._ranks, by_tp_rank, self._discovery.tp_size(engine_id))
         if self._log is not None and self._log.debug:
             self._line(log.DEBUG, log.PULL_STARTED, engine_id, list(selected), selected)
         return [by_tp_rank[tp_rank][pp_rank] for tp_rank, pp_ranks in selected.items() for pp_rank in pp_ranks]
@@ -290,12 +307,17 @@ class Consumer:
         )
         if pull.include_layout:
             self._layout.describe(metadata)
+        pull.timeout_ns = self._receive_timeout_ns
         transfer_ids = tuple(transfer_id for transfer_id, _ in metadata.req_blocks.values())
         is_typed = all(type(transfer_id) is str for transfer_id in transfer_ids)
         if self._log is not None and self._log.debug:
             what = "layout" if pull.include_layout else "blocks"
             self._line(log.DEBUG, log.PULL_SIZE, pull.address, len(encode(metadata)), what)
             self._line(log.DEBUG, log.PULL_SENT, list(pull.open), pull.address)
+        refusal = refusal_of(pull.address)
+        if refusal is not None:
+            self._give_up(pull, f"transfer failed: {refusal}")
+            return
         self.outbox.append(
             Envelope(
                 kind=PULL_REQUEST,
@@ -329,7 +351,7 @@ class Consumer:
 
     def _expect_reply(self, pull: Pull, now_ns: int) -> None:
         self._deadlines.cancel(pull.deadline)
-        pull.deadline = self._deadlines.at(now_ns + self._receive_timeout_ns, self._on_receive_timeout, pull)
+        pull.deadline = self._deadlines.at(now_ns + pull.timeout_ns, self._on_receive_timeout, pull)
 
     def _on_receive_timeout(self, pull: Pull, now_ns: int) -> None:
         if self._bounds_waits:

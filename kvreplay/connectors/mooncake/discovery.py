@@ -1,12 +1,11 @@
 """The consumer's side of bootstrap: where the ranks of a producer's engine listen."""
 
+import json
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-import msgspec
-
 from kvreplay.connectors.mooncake import log
-from kvreplay.connectors.mooncake.addresses import bootstrap_target, instance_of
+from kvreplay.connectors.mooncake.addresses import bootstrap_target, instance_of, printable
 from kvreplay.connectors.mooncake.config import BOOTSTRAP_ATTEMPTS, BOOTSTRAP_RETRY_NS, MooncakeConfig
 from kvreplay.connectors.mooncake.log import LogSink
 from kvreplay.connectors.mooncake.structs import BootstrapAnswer, BootstrapQuery, PullReqMeta
@@ -26,6 +25,10 @@ _TRANSPORT_ERRORS: Final = {
     UNSUPPORTED: "UnsupportedProtocol",
 }
 """What went wrong with an exchange → what vLLM's HTTP client (httpx) calls it."""
+
+
+_WITHOUT_BODY: Final = (204, 304)
+"""Statuses after which an HTTP client takes no body, whatever the server sends."""
 
 
 def exception_of(reason: str) -> str:
@@ -120,9 +123,14 @@ class Discovery:
         self._queries: dict[str, Query] = {}
         self._by_conversation: dict[str, Query] = {}
         self._engines: dict[str, Addresses] = {}
+        self._tp_sizes: dict[str, int] = {}
 
     def addresses(self, engine_id: str) -> Addresses | None:
         return self._engines.get(engine_id)
+
+    def tp_size(self, engine_id: str) -> int:
+        """Ranks that the server has named, though it may have named one twice."""
+        return self._tp_sizes[engine_id]
 
     @property
     def known_engines(self) -> list[str]:
@@ -157,11 +165,9 @@ class Discovery:
             self._over(query, _Failure("HTTPStatusError", f"HTTP status {answer.status}"), now_ns)
         else:
             try:
-                self._remember(answer.body)
-            except (msgspec.MsgspecError, AttributeError, KeyError, TypeError, ValueError) as error:
-                is_malformed = isinstance(error, msgspec.MsgspecError)
-                name = "JSONDecodeError" if is_malformed else type(error).__name__
-                self._over(query, _Failure(name, str(error)), now_ns)
+                self._remember(answer.body if answer.status not in _WITHOUT_BODY else None)
+            except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+                self._over(query, _Failure(type(error).__name__, printable(error)), now_ns)
             else:
                 self._over(query, None, now_ns)
 
@@ -183,7 +189,7 @@ class Discovery:
                 self._instance,
                 request_id=query.request_ids[0],
                 transfer_id=query.transfer_ids[0],
-                peer=instance_of(query.waiting[0][0]),
+                peer=instance_of(printable(query.waiting[0][0])),
                 num_tokens=query.attempt + 1,
             )
         )
@@ -241,7 +247,7 @@ class Discovery:
                 self._instance,
                 request_id=query.request_ids[0],
                 transfer_id=query.transfer_ids[0],
-                peer=instance_of(query.waiting[0][0]),
+                peer=instance_of(printable(query.waiting[0][0])),
                 status="ok" if failure is None else "failed",
                 cause=failure,
                 cause_handle=query.handle,
@@ -250,10 +256,11 @@ class Discovery:
 
     def _remember(self, body: bytes | None) -> None:
         """Engine by engine, so that those before a malformed one are known."""
-        workers: Any = msgspec.json.decode(body or b"")
+        workers: Any = json.loads(body or b"")  # as patient as vLLM's HTTP client
         for entry in workers.values():
             engine_id = entry["engine_id"]
             self._engines[engine_id] = {
                 int(tp_rank): {int(pp_rank): address for pp_rank, address in by_pp_rank.items()}
                 for tp_rank, by_pp_rank in entry["worker_addr"].items()
             }
+            self._tp_sizes[engine_id] = len(entry["worker_addr"])

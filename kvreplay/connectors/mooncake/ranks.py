@@ -62,13 +62,14 @@ def target_ranks(own_rank: int, own_size: int, peer_size: int) -> list[int]:
     return [own_rank * -ratio + place for place in range(-ratio)]
 
 
-def select_peers(own: Ranks, peers: Mapping[int, Mapping[int, object]]) -> dict[int, list[int]]:
+def select_peers(own: Ranks, peers: Mapping[int, Mapping[int, object]], tp_size: int) -> dict[int, list[int]]:
     """Of a producer's ranks, by tensor- and pipeline-parallel rank, those that have a part of what this rank needs.
+    `tp_size`: how many tensor-parallel ranks the producer is believed to have.
 
     Raises as `target_ranks` does, and KeyError where one that is needed is not among them.
     """
     selected: dict[int, list[int]] = {}
-    for tp_rank in target_ranks(own.tp_rank, own.tp_size, len(peers)):
+    for tp_rank in target_ranks(own.tp_rank, own.tp_size, tp_size):
         by_pp_rank = peers[tp_rank]
         # With as many stages as this engine its own stage is enough; otherwise layer names tell what is whose.
         is_same_cut = own.pp_size == len(by_pp_rank) and own.pp_rank in by_pp_rank

@@ -28,6 +28,7 @@ class Pull:
         "peer",
         "peer_index",
         "place",
+        "timeout_ns",
     )
 
     def __init__(
@@ -53,6 +54,8 @@ class Pull:
         self.place = place
         """Its number among the pulls of all ranks of its engine for the same requests."""
         self.attempt = 0
+        self.timeout_ns = 0
+        """How long to wait for each reply: an option of its socket, set when that is made."""
         self.include_layout = True
         self.deadline: Deadline | None = None
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvreplay.behaviour import profile
 from kvreplay.connectors.mooncake.structs import (
     BootstrapAnswer,
 )
@@ -223,15 +224,40 @@ class TestBootstrap:
         pair.run()
         assert (pair.settled(), pair.reports) == ([], [])
 
-    def test_an_address_of_no_endpoint_fails_the_pull(self) -> None:
+    @pytest.mark.parametrize(
+        ("address", "reason"),
+        [
+            ('"nonsense"', "Invalid zmq path: nonsense"),
+            ("null", "Invalid zmq path: None"),
+            ("5", "expected string or bytes-like object, got 'int'"),
+            (r'"\ud800"', r"Invalid zmq path: \ud800"),
+        ],
+    )
+    def test_an_address_of_no_endpoint_fails_the_pull(self, address: str, reason: str) -> None:
         pair = Pair()
-        body = b'{"0": {"engine_id": "P0#0", "worker_addr": {"0": {"0": "nonsense"}}}}'
-        pair.wire.transforms["bootstrap.answer"] = lambda envelope: [
-            replace(envelope, payload=BootstrapAnswer(body=body))
-        ]
+        _answer(pair, f'{{"0": {address}}}')
         pair.pull()
         pair.run()
-        assert pair.settled() == [("d1", "failed", "transfer failed: Invalid zmq path: nonsense")]
+        assert pair.settled() == [("d1", "failed", f"transfer failed: {reason}")]
+
+    @pytest.mark.parametrize("by_pp_rank", ['{"0": ["x"]}', '{"0": {"a": 1}}', "{}"])
+    def test_what_cannot_be_looked_for_parks_the_request_but_not_under_ideal(self, by_pp_rank: str) -> None:
+        pair = Pair()
+        _answer(pair, by_pp_rank)
+        pair.pull()
+        pair.run()
+        assert (pair.settled(), pair.reports) == ([], [])
+        pair = Pair(profile("ideal"))
+        _answer(pair, by_pp_rank)
+        pair.pull()
+        pair.run()
+        assert [(name, status) for name, status, _ in pair.settled()] == [("d1", "failed")]
+
+
+def _answer(pair: Pair, by_pp_rank: str) -> None:
+    """The bootstrap server says this of the producer's only tensor-parallel rank."""
+    body = f'{{"0": {{"engine_id": "P0#0", "worker_addr": {{"0": {by_pp_rank}}}}}}}'.encode()
+    pair.wire.transforms["bootstrap.answer"] = lambda envelope: [replace(envelope, payload=BootstrapAnswer(body=body))]
 
 
 class TestBothRoles:
