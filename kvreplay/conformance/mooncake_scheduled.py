@@ -1,5 +1,6 @@
 """A side's whole scheduler, driven step by step, with an engine that computes nothing but marks what it would write."""
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from kvreplay.conformance.mooncake_shown import shown_metadata
@@ -32,17 +33,25 @@ _RECOVERED: Final = "Recovered from KV load failure: %d request(s) rescheduled (
 
 
 class _LoadFailures:
-    """Listens to the scheduler for what vLLM's would log of failed blocks."""
+    """Listens to the scheduler for what vLLM's would log of failed blocks: all in one line, before what follows."""
 
     detail = DETAIL_RUN
 
-    def __init__(self) -> None:
-        self.num_tokens: dict[str, int] = {}
+    def __init__(self, tell: Callable[[dict[str, int]], None]) -> None:
+        self._tell = tell
+        self._num_tokens: dict[str, int] = {}
 
     def emit(self, event: Event) -> int:
         if event.kind == "load.failed" and event.status == "blocks" and event.request_id is not None:
-            self.num_tokens[event.request_id] = event.num_tokens or 0
+            self._num_tokens[event.request_id] = event.num_tokens or 0
+        else:
+            self.flush()
         return -1
+
+    def flush(self) -> None:
+        affected, self._num_tokens = self._num_tokens, {}
+        if affected:
+            self._tell(affected)
 
 
 class ScheduledHalf:
@@ -51,7 +60,7 @@ class ScheduledHalf:
         self._side = side
         self._transcript = transcript
         self._recomputes = spec.policy == "recompute"
-        self._failures = _LoadFailures()
+        self._failures = _LoadFailures(self._log_failures)
         self._last_state: Json = None
         pool = BlockPool(spec.num_blocks, enable_caching=True)
         config = SchedulerConfig(
@@ -103,9 +112,8 @@ class ScheduledHalf:
         if len(polled) > 1 and side.spec.aggregate:
             heard = side.aggregate(polled)
         side.report(polled, heard)
-        self._failures.num_tokens.clear()
         outputs = scheduler.update_from_output(out, ModelRunnerOutput(heard or None))
-        self._log_failures()
+        self._failures.flush()
         emitted = [[each.request.request_id, list(each.token_ids), each.finish_reason] for each in outputs]
         if emitted:
             record["out"] = emitted
@@ -136,10 +144,8 @@ class ScheduledHalf:
                     if index < len(table):
                         self._side.fill(group, table[index], _COMPUTED)
 
-    def _log_failures(self) -> None:
-        affected = self._failures.num_tokens
-        if not affected:
-            return
+    def _log_failures(self, affected: Mapping[str, int]) -> None:
+        """Request → tokens that it has lost."""
         num_tokens = sum(affected.values())
         if self._recomputes:
             template, args = _RECOVERED, (len(affected), num_tokens)

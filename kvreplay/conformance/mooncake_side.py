@@ -74,8 +74,10 @@ class Conditions:
     timing: Timing = field(default_factory=Timing)
     drop_order: tuple[int, ...] = ()
     """In which order the transfers that are dropped in one step are gone through."""
-    splits_failures: bool = False
-    """Whether a failure and its completion come in two polls, or in one."""
+    joint: frozenset[tuple[str, str]] = frozenset()
+    """(worker, request) whose completion comes in one poll with a failure. Others' comes in the next one."""
+    reverses_polls: bool = False
+    """Whether requests that a poll reports together are gone through from the last to the first: vLLM has sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,8 @@ class Side:
             self._start_server()
         tensors = make_tensors(self.kind, spec, index, pp_rank)
         layout = layout_of(tensors, self._registrations())
+        if not tensors:
+            raise EngineFatal("RuntimeError", "No KV cache tensors were registered with Mooncake.")
         transcript.add(
             "engine",
             who=name,
@@ -337,8 +341,10 @@ class Side:
 
     def _poll_worker(self, worker: Worker) -> Polled:
         output = worker.connector.get_finished(()) or KVConnectorOutput()
-        if self._conditions.splits_failures:
-            self._put_off_completions(worker, output)
+        self._put_off_completions(worker, output)
+        if self._conditions.reverses_polls:
+            output.finished_sending.reverse()
+            output.finished_recving.reverse()
         shown = shown_output(output)
         stats = worker.connector.stats.drain()
         counts: dict[str, Json] = {
@@ -355,11 +361,14 @@ class Side:
         return Polled(output, shown)
 
     def _put_off_completions(self, worker: Worker, output: KVConnectorOutput) -> None:
-        """What completed together with a failure waits for the next poll."""
+        """What completed together with a failure may wait for the next poll."""
         waiting, worker.put_off = worker.put_off, []
+        finished = output.finished_recving
         if output.invalid_block_ids or output.failed_recving:
-            worker.put_off, output.finished_recving = output.finished_recving, []
-        output.finished_recving = [*waiting, *output.finished_recving]
+            joint = self._conditions.joint
+            worker.put_off = [name for name in finished if (worker.name, name) not in joint]
+            finished = [name for name in finished if (worker.name, name) in joint]
+        output.finished_recving = [*waiting, *finished]
 
     def aggregate(self, polled: Sequence[Polled | None]) -> KVConnectorOutput | None:
         """What the scheduler of several workers hears; None while a rank is silent."""

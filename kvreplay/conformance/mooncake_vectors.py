@@ -30,6 +30,8 @@ _TIMINGS: Final = (
     Timing(connect_ns=NS_PER_MS, http_ns=2 * NS_PER_MS, work_ns=6 * NS_PER_MS),
     Timing(connect_ns=NS_PER_MS, http_ns=10 * NS_PER_MS),
     Timing(connect_ns=15 * NS_PER_MS, http_ns=60 * NS_PER_MS),
+    Timing(repeat_ns=0, forward_ns=0),
+    *(Timing(serves_in_turn=True, http_ns=each * NS_PER_MS) for each in (15, 30, 50)),
 )
 """The recorder's own times, and others about as likely: where two threads race, either may have won."""
 
@@ -75,10 +77,29 @@ def transcript_of(scenario: Scenario, played: Played) -> dict[str, Json]:
 
 def _conditions(document: Mapping[str, Json]) -> Iterator[Conditions]:
     """What the recording may have run under; the likely first."""
+    joint = frozenset(_joint_failures(document))
     for timing in _TIMINGS:
         for drop_order in _drop_orders(document):
-            for splits_failures in (False, True):
-                yield Conditions(timing, drop_order, splits_failures)
+            for reverses_polls in (False, True) if _has_joint_ends(document) else (False,):
+                yield Conditions(timing, drop_order, joint, reverses_polls)
+
+
+def _reports(document: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
+    """Worker, and what a poll of it reported."""
+    for event in document["events"]:
+        if event["lane"] == "report":
+            yield from event["workers"].items()
+
+
+def _joint_failures(document: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
+    for worker, report in _reports(document):
+        if "invalid_block_ids" in report or "failed_recving" in report:
+            yield from ((worker, request_id) for request_id in report.get("finished_recving", ()))
+
+
+def _has_joint_ends(document: Mapping[str, Json]) -> bool:
+    ends = ("finished_sending", "finished_recving")
+    return any(len(report.get(name, ())) > 1 for _, report in _reports(document) for name in ends)
 
 
 def _drop_orders(document: Mapping[str, Json]) -> list[tuple[int, ...]]:

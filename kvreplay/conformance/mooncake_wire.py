@@ -38,6 +38,8 @@ class Timing:
     """Between two replies that come to a proxy together."""
     http_ns: int = 30 * NS_PER_MS
     """A bootstrap server's answer."""
+    serves_in_turn: bool = False
+    """Whether such answers come one after the other: ranks that ask together are threads of one interpreter."""
     last_peer_first: bool = False
     """In which order a consumer's pulls reach the producer's ranks."""
     work_ns: int = 3 * NS_PER_MS
@@ -47,6 +49,7 @@ class Timing:
 class SteadyNetwork:
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
+        self._answered_until_ns = 0
 
     def transit_ns(self, envelope: Envelope, now_ns: int) -> int:
         timing = self._timing
@@ -55,8 +58,11 @@ class SteadyNetwork:
         if envelope.kind == PULL_REQUEST:
             place = envelope.num_peers - 1 - envelope.peer_index if timing.last_peer_first else envelope.peer_index
             return timing.transit_ns * (1 + place)
-        is_http = envelope.kind in (BOOTSTRAP_ANSWER, BOOTSTRAP_REGISTERED)
-        return timing.http_ns if is_http else timing.transit_ns
+        if envelope.kind not in (BOOTSTRAP_ANSWER, BOOTSTRAP_REGISTERED):
+            return timing.transit_ns
+        start_ns = max(now_ns, self._answered_until_ns) if timing.serves_in_turn else now_ns
+        self._answered_until_ns = start_ns + timing.http_ns
+        return self._answered_until_ns - now_ns
 
 
 _STATUS_NAMES: Final = {0: "FINISH", 1: "CONTINUE", 2: "ERROR", 3: "LAYOUT_MISS"}
