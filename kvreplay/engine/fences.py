@@ -16,12 +16,12 @@ class Fences:
         self.enabled = enabled
         self.scheduled = 0
         self.processed = 0
-        self._frees: deque[tuple[int, BlockIds]] = deque()
+        self._frees: deque[tuple[int, BlockIds, bool]] = deque()
         self._loads: dict[str, tuple[int, int]] = {}
 
     @property
     def num_waiting_blocks(self) -> int:
-        return sum(len(blocks) for _, blocks in self._frees)
+        return sum(len(blocks) for _, blocks, _ in self._frees)
 
     @property
     def waiting_loads(self) -> list[str]:
@@ -31,16 +31,18 @@ class Fences:
         """Whether the step with this number has been processed."""
         return not self.enabled or last_scheduled <= self.processed
 
-    def free_later(self, blocks: BlockIds, fence: int) -> None:
-        """`blocks` in the order in which they will be given back."""
+    def free_later(self, blocks: BlockIds, fence: int, *, may_repeat: bool = False) -> None:
+        """`blocks` in the order in which they will be given back; `may_repeat`: one may stand several times."""
         if len(blocks):
-            self._frees.append((fence, blocks))
+            self._frees.append((fence, blocks, may_repeat))
 
-    def take_freeable(self) -> list[BlockIds]:
-        """What no step in flight can write to any more. One that still waits holds up those behind it."""
+    def take_freeable(self) -> list[tuple[BlockIds, bool]]:
+        """What no step in flight can write to any more, and whether blocks may repeat. One that still waits holds up
+        those behind it."""
         taken = []
         while self._frees and self._frees[0][0] <= self.processed:
-            taken.append(self._frees.popleft()[1])
+            _, blocks, may_repeat = self._frees.popleft()
+            taken.append((blocks, may_repeat))
         return taken
 
     def load_later(self, request_id: str, num_tokens: int) -> None:

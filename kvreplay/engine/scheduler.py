@@ -173,7 +173,7 @@ class Scheduler(AdmissionLayer):
                 self._blocks_changed()
                 self.pool.free_each(retained)
             else:
-                self.fences.free_later(np.array(retained, np.int64), fence)
+                self.fences.free_later(np.array(retained, np.int64), fence, may_repeat=True)
 
     def _advance(self, share: Share, out: SchedulerOutput) -> None:
         """Count the share's tokens as computed (vLLM: _update_after_schedule)."""
@@ -265,9 +265,12 @@ class Scheduler(AdmissionLayer):
     def _pass_fence(self) -> None:
         """A step has been processed: what waited for it may go on."""
         self.fences.processed += 1
-        for blocks in self.fences.take_freeable():
+        for blocks, may_repeat in self.fences.take_freeable():
             self._blocks_changed()
-            self.pool.free_blocks(blocks)
+            if may_repeat:
+                self.pool.free_each(blocks.tolist())
+            else:
+                self.pool.free_blocks(blocks)
         for request_id, num_external in self.fences.take_startable_loads():
             self._tell_connector(self.requests[request_id], num_external)
 
