@@ -9,9 +9,11 @@ import pytest
 from kvreplay.connectors.multi.config import MultiConfig
 from kvreplay.connectors.offloading.config import OffloadingConfig
 from kvreplay.errors import ConfigError
+from kvreplay.faults.catalogue import catalogue
 from kvreplay.kv.specs import CIRCULAR_BUFFER, MLA, SLIDING_WINDOW_MLA, KVCacheGroupSpec
 from kvreplay.replay.config import ConnectorConfig, ReplayConfig
 from kvreplay.replay.config_load import config_from_document, config_from_json
+from kvreplay.sim.envelope import RANK_REPORT
 from kvreplay.trace.workload import Workload
 from tests.scenarios.offload_stage import SLOT
 from tests.scenarios.stage import BLOCK, judge, pair, play, request, role, workload
@@ -110,3 +112,10 @@ def test_it_needs_producers_and_consumers() -> None:
     }
     with pytest.raises(ConfigError, match=r"multi needs topology\.prefill and topology\.decode"):
         config_from_document(document, "x.toml")
+
+
+@pytest.mark.parametrize("name", [name for name, row in catalogue().items() if row.target == RANK_REPORT])
+def test_what_a_rank_reports_is_told_to_be_of_one_connector(name: str) -> None:
+    """Each engine has one rank, of which Mooncake has nothing to be told: only reports of copies are on their way."""
+    played = play(both("mooncake,offloading"), again(), f"{name}:nth=1", recompute=True)
+    assert bool(played.of("fault.injected")) == name.startswith("offload.")

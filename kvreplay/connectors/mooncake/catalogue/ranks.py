@@ -141,6 +141,11 @@ def _send_stray(envelope: Envelope, settings: Settings, draw: int) -> list[Deliv
 # -- reports of ranks -------------------------------------------------------------------------------------
 
 
+def _is_report(envelope: Envelope, settings: Settings) -> bool:
+    """In an engine with several connectors the others' ranks report, too."""
+    return isinstance(envelope.payload, RankReport)
+
+
 def _speak_for_next(envelope: Envelope, settings: Settings, draw: int) -> list[Delivery]:
     """The report comes in the name of the next rank, too, which may not be done."""
     report: RankReport = envelope.payload
@@ -257,6 +262,7 @@ RANKS: Final = (
         models="a worker rank's report is lost: the request is never complete",
         verb="drop",
         target=RANK_REPORT,
+        selects=_is_report,
         survives="it is reported again",
         lasts=True,
         needs=NEEDS,
@@ -266,6 +272,7 @@ RANKS: Final = (
         models="a worker rank's report comes late",
         verb="delay",
         target=RANK_REPORT,
+        selects=_is_report,
         survives="the request is complete when the last rank has reported",
         needs=NEEDS,
     ),
@@ -274,6 +281,7 @@ RANKS: Final = (
         models="a worker rank reports twice, which counts twice: another may still be receiving",
         verb="duplicate",
         target=RANK_REPORT,
+        selects=_is_report,
         survives="it counts once",
         needs=NEEDS,
     ),
@@ -282,6 +290,7 @@ RANKS: Final = (
         models="a worker rank is reported before it is done",
         verb="replace",
         target=RANK_REPORT,
+        selects=_is_report,
         survives="its own report counts",
         transform=_speak_for_next,
         needs=NEEDS,
