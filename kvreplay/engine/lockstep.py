@@ -2,6 +2,7 @@
 
 A request in lockstep was at `num_computed_tokens` at the start of step `lockstep_since`; its counters at any later
 step follow from the step number. Per step only those are looked at that fill a block, need a new one, or finish.
+Not with speculative decoding: how many tokens a step brings is drawn for each request anew.
 """
 
 from collections.abc import Iterator, Sequence

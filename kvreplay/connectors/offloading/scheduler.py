@@ -460,7 +460,10 @@ class OffloadingScheduler:
         return self._owes_stores or bool(self.ledger.fences or self._unsettled)
 
     def needs_share(self, request_id: str) -> bool:
-        """Whether this request must be shown in each of its steps, though it only decodes: it has more to offer."""
+        """Whether this request must be shown in each of its steps, though it only decodes: it has more to offer.
+
+        Always where generated tokens are stored, too: the step that fills a block orders its copy.
+        """
         state = self.states.get(request_id)
         return state is not None and not self.stores.is_settled(state)
 

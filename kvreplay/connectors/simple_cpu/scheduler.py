@@ -104,7 +104,7 @@ class SimpleCpuScheduler(PlainSchedulerHalf):
         pass
 
     def needs_share(self, request_id: str) -> bool:
-        return True  # what it generates is stored, too
+        return True  # what it generates is stored, too, each block in the step after it is full
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._unpin(request.request_id)
