@@ -1,7 +1,7 @@
 """What of two transcripts must agree: views of them without what the recorder's README calls undefined.
 
-Undefined are times, the order of what different threads do, the order of requests within one batch, and whether a
-failure and its completion come in one poll or in two.
+Undefined are times, the order of what different threads do, the order of requests within one batch, whether a
+failure and its completion come in one poll or in two, and whether what comes after a last reply still finds a socket.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +21,8 @@ _HTTP_TEXTS: Final = (log.QUERY_RETRIED, log.QUERY_FAILED, log.REGISTER_RETRIED)
 """Lines with what an HTTP client says in them: their last text is its own."""
 _ID_LISTS: Final = (log.PULL_FAILED, log.NOT_READY, log.PULL_FINISHED, log.PULL_SENT)
 """Lines whose first argument is the requests of a batch."""
+_OPEN_ENDED: Final = ("CONTINUE", "LAYOUT_MISS")
+"""Replies after which a consumer may go on to listen."""
 _HEAD: Final = ("bases", "page_bytes", "layout_id")
 _CRASH_TEXT: Final = 40
 
@@ -43,6 +45,8 @@ class Canonical:
     states: dict[str, list[Item]] = field(default_factory=dict)
     """Worker → states of its transfers as they were seen."""
     ends: dict[str, int] = field(default_factory=dict)
+    over: set[str] = field(default_factory=set)
+    """Connections whose last reply has been delivered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,12 @@ def _wire(view: Canonical, number: int, event: Event, freedom: Freedom) -> None:
     if freedom.several_requests and event["dir"] == "rep" and isinstance(fields["fields"], Mapping):
         fields["fields"] = _in_any_order(fields["fields"])
         fields["hex"] = _in_any_order(msgspec.msgpack.decode(bytes.fromhex(fields["hex"])))
+    if event["dir"] == "rep" and "fault" not in event:
+        if event["conn"] in view.over:
+            # Whether the consumer has already closed its socket, nobody can tell.
+            fields = {name: value for name, value in fields.items() if name not in ("delivered", "why")}
+        elif event.get("delivered") and event["type"] not in _OPEN_ENDED:
+            view.over.add(event["conn"])
     view.lanes.setdefault(f"wire:{event['conn']}", []).append(Item(number, fields))
 
 

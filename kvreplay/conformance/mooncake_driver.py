@@ -16,6 +16,7 @@ from kvreplay.conformance.mooncake_transcript import Transcript
 from kvreplay.conformance.mooncake_wire import Proxy, Rules, SteadyNetwork, seconds
 from kvreplay.conformance.mooncake_world import WIRE, SocketWorld, VirtualWorld, World
 from kvreplay.conformance.vector import Json
+from kvreplay.connectors.mooncake.identity import WorkerIdentity
 from kvreplay.connectors.mooncake.structs import STRAY_FRAMES
 from kvreplay.errors import ConfigError, EngineFatal
 from kvreplay.ids import NS_PER_MS
@@ -50,7 +51,9 @@ class Driver:
         self._timing = conditions.timing
         self._wire = self._world.bus_of(WIRE)
         transit_ns = 0 if self._world.holds_writes else conditions.timing.transit_ns
-        self._engine = ScriptedEngine(scenario.engine, self.transcript, transit_ns, self._poke_memory)
+        self._engine = ScriptedEngine(
+            scenario.engine, self.transcript, transit_ns, self._poke_memory, self._owner_of_memory
+        )
         for kind in SIDES:
             self._world.bus_of(kind).interceptor = self._engine
         registrations = count()
@@ -118,6 +121,10 @@ class Driver:
         for worker in self.sides["D"].workers:
             if worker.memory.has(address):
                 worker.memory.poke(address, value)
+
+    def _owner_of_memory(self, address: int) -> WorkerIdentity | None:
+        workers = (worker for worker in self.sides["D"].workers if worker.memory.has(address))
+        return next((worker.connector.identity for worker in workers), None)
 
     # -- time -------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from kvreplay.conformance.mooncake_scenario import matches
 from kvreplay.conformance.mooncake_transcript import Transcript
 from kvreplay.conformance.mooncake_wire import REAL, Rule, seconds
+from kvreplay.connectors.mooncake.identity import WorkerIdentity
 from kvreplay.connectors.mooncake.structs import WriteData
 from kvreplay.sim.envelope import (
     WRITE_DATA,
@@ -20,12 +21,18 @@ class ScriptedEngine:
     kinds = frozenset({WRITE_DATA})
 
     def __init__(
-        self, script: Sequence[Rule], transcript: Transcript, transit_ns: int, poke: Callable[[int, int], None]
+        self,
+        script: Sequence[Rule],
+        transcript: Transcript,
+        transit_ns: int,
+        poke: Callable[[int, int], None],
+        owner_of: Callable[[int], WorkerIdentity | None],
     ) -> None:
         self._script = script
         self._transit_ns = transit_ns
         self._transcript = transcript
         self._poke = poke
+        self._owner_of = owner_of
         self._calls: dict[str, int] = {}
 
     def start_up_result(self, worker: str, call: str) -> int:
@@ -67,6 +74,11 @@ class ScriptedEngine:
     def _deliveries(
         self, envelope: Envelope, rule: Rule, worker: str, number: int, descriptors: list[list[int]]
     ) -> list[Delivery]:
+        owner = self._owner_of(descriptors[0][1])
+        if owner is not None:
+            # The recorder's engine copies from address to address, whatever session it is told.
+            payload = replace(envelope.payload, session=owner.session)
+            envelope = replace(envelope, destination=owner.memory_address, payload=payload)
         data: WriteData = envelope.payload
         delay_ns = seconds(rule.get("delay", 0))
         extent = {"all": len(descriptors), "none": 0}.get(rule.get("copy", "all"), rule.get("copy"))

@@ -62,6 +62,8 @@ class SideSpec(msgspec.Struct, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not self.groups:
             self.groups = [Group(layers=[0, 1])]
+        if self.block_size % (self.kernel_block_size or self.block_size):
+            raise ValueError(f"kernel_block_size ({self.kernel_block_size}) must divide block_size ({self.block_size})")
 
     @property
     def kernel_ratio(self) -> int:

@@ -15,7 +15,7 @@ from kvreplay.conformance.mooncake_driver import Played, play
 from kvreplay.conformance.mooncake_scenario import Scenario, read_scenario
 from kvreplay.conformance.mooncake_side import Conditions
 from kvreplay.conformance.mooncake_wire import Timing
-from kvreplay.conformance.vector import Json
+from kvreplay.conformance.vector import Json, UnsupportedVectorError
 from kvreplay.errors import ConfigError
 from kvreplay.ids import NS_PER_MS
 
@@ -43,6 +43,8 @@ def replay_transcript(document: Mapping[str, Json], over: str = "virtual") -> li
     """
     check_transcript(document)
     scenario = read_scenario(document["scenario"])
+    if over != "virtual" and _names_other_memory(scenario):
+        raise UnsupportedVectorError("a pull edited to name other memory than its sender's: nobody takes such a write")
     freedom = Freedom(
         several_requests=sum(name.startswith("d") for name in scenario.requests) > 1,
         several_workers=any(side.tp * side.pp > 1 for side in scenario.sides.values()),
@@ -59,6 +61,18 @@ def replay_transcript(document: Mapping[str, Json], over: str = "virtual") -> li
         best = best or found
     assert best is not None
     return best
+
+
+def _names_other_memory(scenario: Scenario) -> bool:
+    """The recorder's engine copies from address to address, whatever session it is told; a real one does not."""
+    session = (("remote_hostname", str), ("remote_port", int))
+    for edit in (rule.get("set", {}) for rule in scenario.wire if rule.get("dir") == "req"):
+        addresses = edit.get("kv_caches_base_addr")
+        if isinstance(addresses, list) and len(set(addresses)) < len(addresses):
+            return True  # one region under another's name
+        if any(isinstance(edit.get(name), kind) for name, kind in session):
+            return True
+    return False
 
 
 def check_transcript(document: Mapping[str, Json]) -> None:
