@@ -21,6 +21,7 @@ from kvreplay.engine.connector import KVConnectorOutput, RequestBlocks
 from kvreplay.engine.output import SchedulerOutput
 from kvreplay.engine.request import Request
 from kvreplay.errors import ConfigError
+from kvreplay.kv.managers.mamba import BoundaryState
 
 _KEY: Final = "simple_cpu"
 
@@ -177,6 +178,9 @@ class SimpleCpuDriver(Driver):
     def _record_block_work(self, out: SchedulerOutput) -> None:
         super()._record_block_work(out)
         self.record.pop("boundary", None)  # what becomes of them shows in what is stored
+
+    def _on_partial_tails(self, request: Request, tails: list[BoundaryState]) -> bool:
+        return False  # this connector does not want them
 
 
 def run_simple_cpu(document: Json) -> Iterator[dict[str, Json]]:
