@@ -1,7 +1,7 @@
 """Plays a Mooncake scenario with our connector, and records the transcript."""
 
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from typing import Any, Final
 
 import msgspec
@@ -111,7 +111,7 @@ class Driver:
 
     def _is_open(self, pull: Envelope) -> bool:
         asked = self._world.as_asked(pull)
-        for worker in self.sides["D"].workers:
+        for worker in chain(self.sides["D"].workers, self.sides["P"].workers):  # one with both roles may pull, too
             consumer = worker.connector.consumer
             if asked is not None and worker.connector.identity.address == asked.source and consumer is not None:
                 return consumer.is_open(asked.conversation, asked.attempt)

@@ -31,6 +31,7 @@ _TIMINGS: Final = (
     Timing(connect_ns=NS_PER_MS, http_ns=10 * NS_PER_MS),
     Timing(connect_ns=15 * NS_PER_MS, http_ns=60 * NS_PER_MS),
     Timing(repeat_ns=0, forward_ns=0),
+    Timing(work_ns=NS_PER_MS // 10),
     *(Timing(serves_in_turn=True, http_ns=each * NS_PER_MS) for each in (15, 30, 50)),
 )
 """The recorder's own times, and others about as likely: where two threads race, either may have won."""

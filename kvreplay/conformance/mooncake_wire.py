@@ -65,7 +65,7 @@ class SteadyNetwork:
         return self._answered_until_ns - now_ns
 
 
-_STATUS_NAMES: Final = {0: "FINISH", 1: "CONTINUE", 2: "ERROR", 3: "LAYOUT_MISS"}
+_STATUS_NAMES: Final[Mapping[float, str]] = {0: "FINISH", 1: "CONTINUE", 2: "ERROR", 3: "LAYOUT_MISS"}
 _FIRST_CONSUMER_PORT: Final = 17101
 _MAX_WORKERS: Final = 64
 REAL: Final = "-real"
@@ -282,7 +282,7 @@ def _shown_reply(frame: bytes) -> tuple[str | None, Json]:
     if isinstance(fields, str) and fields.startswith("undecodable"):
         return None, fields
     status = fields.get("status") if isinstance(fields, dict) else None
-    return _STATUS_NAMES.get(status, "?") if isinstance(status, int) else "?", fields
+    return _STATUS_NAMES.get(status, "?") if isinstance(status, int | float) else "?", fields
 
 
 def _decoded(frame: bytes) -> Json:
