@@ -29,7 +29,10 @@ def refusal_of(address: object) -> str | None:
     That may be anything. Source: make_zmq_socket and split_zmq_path (vllm/utils/network_utils.py), of which ports are
     not looked at here: names of our own have none.
     """
-    if address and not isinstance(address, str):
+    if isinstance(address, str):
+        if address.startswith(SCHEME) and len(address) > len(SCHEME):
+            return None
+    elif address:
         return f"expected string or bytes-like object, got {type(address).__name__!r}"
     path = _ZMQ_PATH.fullmatch(printable(address))
     scheme, rest = path.groups() if path is not None else ("", "")
