@@ -145,6 +145,7 @@ RUNS: Final[dict[str, Run]] = {
 
 RACES: Final = {
     "mooncake.p-expire-at-ready": "two peers pull one transfer at one instant: either may be heard first",
+    "mooncake.queue-saturation": "strangers pull from sockets of their own: some may be heard behind the chosen one",
 }
 """Runs that may come to something else over sockets, and why."""
 
