@@ -375,6 +375,8 @@ class RemoteCluster:
             self._turn(min(wait_s, _MAX_WAIT_S))
             return
         self.paced.grant(next_ns)  # for all at once: who is woken first may send to who still sleeps
+        # Clients and action faults come first, as in virtual time, where all of them were set before the run began.
+        self.paced.run_due()
         for node in self._nodes.values():
             node.tell(messages.Grant())
 
