@@ -11,8 +11,8 @@ from kvreplay.transport.machine import StateMachine
 class VirtualDriver:
     """One state machine's connection to loop and bus.
 
-    `on_report` is called once when the machine has something to fetch, and again after `report_fetched`. `encode`
-    changes what is sent, for instance into the bytes that a socket would carry.
+    `on_report` is called once when the machine has something to fetch, and again after `report_fetched`, or when it has
+    had nothing in between. `encode` changes what is sent, for instance into the bytes that a socket would carry.
     """
 
     def __init__(
@@ -68,7 +68,11 @@ class VirtualDriver:
                 post(envelope if encode is None else encode(envelope))
             outbox.clear()
         self._set_timer(deadline_ns)
-        if not self._told and self._on_report is not None and machine.has_report:
+        if self._on_report is None:
+            return
+        if not machine.has_report:
+            self._told = False  # what it had may have gone before anybody came for it
+        elif not self._told:
             self._told = True
             self._on_report()
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvreplay.ids import NS_PER_MS
 from kvreplay.verdict.exit_status import ExitStatus
-from tests.scenarios.stage import judge, pair, play, request, workload
+from tests.scenarios.stage import judge, pair, play, request, role, workload
 
 ONE = workload(request("a"))
 TWO = workload(request("a"), request("b"))
@@ -185,6 +185,35 @@ class TestErrorResponse:
         played = play(pair(), ONE, "error-response", behaviour="pre-50984")
         assert played.ends() == {"a": ("stalled", "D0", 480_012)}
         assert (played.num_free("D0"), played.num_free("P0")) == (30, 32)
+
+
+class TestLatePulls:
+    """`late` waits behind `first`, and its pull reaches P at 107. P's blocks are ready at 42: their time may be up."""
+
+    REQUESTS = workload(request("first", output_tokens=9), request("late", 30))
+    GENERATIONS = ("pre-50984", "vllm-0.33", "ideal")
+
+    @pytest.mark.parametrize("behaviour", GENERATIONS)
+    @pytest.mark.parametrize(
+        ("seconds", "end"), [(0.063, "send.expired"), (0.064, "send.expired"), (0.065, "sent"), (0.066, "sent")]
+    )
+    def test_blocks_are_given_back_once_whatever_comes_first(self, seconds: float, end: str, behaviour: str) -> None:
+        """At 65 ms their time is up a nanosecond before P polls, and in between the pull comes: they are being sent."""
+        config = pair(decode=role(max_num_seqs=1), abort_request_timeout=seconds)
+        played = play(config, self.REQUESTS, behaviour=behaviour)
+        sent = [event for event in played.of("send.finished", request_id="late") if event.status == "ok"]
+        assert (len(sent), len(played.of("send.expired"))) == ((1, 0) if end == "sent" else (0, 1))
+        assert played.num_free("P0") == 32
+        assert played.of("violation", instance="P0") == []
+
+    @pytest.mark.parametrize("behaviour", GENERATIONS)
+    def test_also_after_a_write_that_fails(self, behaviour: str) -> None:
+        """The write ends at 109; their time is up, and nobody else will come for them: P polls at once."""
+        config = pair(decode=role(max_num_seqs=1), abort_request_timeout=0.065)
+        played = play(config, self.REQUESTS, "mooncake.engine-ret:request=late", behaviour=behaviour)
+        assert [event.status for event in played.of("send.finished", request_id="late")] == ["failed"]
+        (expired,) = played.of("send.expired")
+        assert (expired.time_ns / NS_PER_MS, played.num_free("P0")) == (110, 32)
 
 
 class TestPartialError:

@@ -94,6 +94,17 @@ class TestVirtualDriver:
         driver.pump()
         assert told == [5, 8]
 
+    def test_a_report_that_goes_before_it_is_fetched_does_not_silence_the_next(self, bus: Bus) -> None:
+        machine, told = Echo(), []
+        driver = VirtualDriver(machine, bus, on_report=lambda: told.append(bus.loop.now_ns))
+        machine.has_report = True
+        driver.pump()
+        machine.has_report = False
+        driver.pump()
+        bus.loop.call_at(5, lambda: driver.receive(message("A/x", "B/x", "one")))
+        bus.loop.run_until_quiescent()
+        assert told == [0, 10]
+
     def test_a_timer_that_is_not_needed_any_more_keeps_nothing_alive(self, bus: Bus) -> None:
         machine = Echo()
         driver = VirtualDriver(machine, bus)
