@@ -1,6 +1,6 @@
 """Plays a Mooncake scenario with our connector, and records the transcript."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from typing import Any, Final
 
@@ -49,6 +49,7 @@ class Driver:
         self.transcript = Transcript(self.loop)
         self._env = scenario.env
         self._timing = conditions.timing
+        self._reads_both = conditions.reads_both
         self._wire = self._world.bus_of(WIRE)
         transit_ns = 0 if self._world.holds_writes else conditions.timing.transit_ns
         self._engine = ScriptedEngine(
@@ -99,7 +100,7 @@ class Driver:
                 rules,
                 self._wire,
                 self.transcript,
-                self._timing,
+                replace(self._timing, repeat_ns=0) if worker.name in self._reads_both else self._timing,
                 self._is_open,
                 late_s=self.scenario.late_bind_s,
             )

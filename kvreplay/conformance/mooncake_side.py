@@ -78,6 +78,8 @@ class Conditions:
     """(worker, request) whose completion comes in one poll with a failure. Others' comes in the next one."""
     reverses_polls: bool = False
     """Whether requests that a poll reports together are gone through from the last to the first: vLLM has sets."""
+    reads_both: frozenset[str] = frozenset()
+    """Producer workers that have read a pull and its duplicate in one turn of their loop."""
 
 
 @dataclass(frozen=True, slots=True)

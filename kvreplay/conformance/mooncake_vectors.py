@@ -16,6 +16,7 @@ from kvreplay.conformance.mooncake_scenario import Scenario, read_scenario
 from kvreplay.conformance.mooncake_side import Conditions
 from kvreplay.conformance.mooncake_wire import Timing
 from kvreplay.conformance.vector import Json, UnsupportedVectorError
+from kvreplay.connectors.mooncake import log
 from kvreplay.errors import ConfigError
 from kvreplay.ids import NS_PER_MS
 
@@ -96,7 +97,8 @@ def _conditions(document: Mapping[str, Json]) -> Iterator[Conditions]:
     for timing in _TIMINGS:
         for drop_order in _drop_orders(document):
             for reverses_polls in (False, True) if _has_joint_ends(document) else (False,):
-                yield Conditions(timing, drop_order, joint, reverses_polls)
+                for reads_both in _duplicates_read(document):
+                    yield Conditions(timing, drop_order, joint, reverses_polls, reads_both)
 
 
 def _reports(document: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
@@ -115,6 +117,19 @@ def _joint_failures(document: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
 def _has_joint_ends(document: Mapping[str, Json]) -> bool:
     ends = ("finished_sending", "finished_recving")
     return any(len(report.get(name, ())) > 1 for _, report in _reports(document) for name in ends)
+
+
+def _duplicates_read(document: Mapping[str, Json]) -> list[frozenset[str]]:
+    """Where a worker may have found a pull and its duplicate together: the first has served what the second looked up.
+
+    Whether the second frame is there when the loop wakes for the first is a race with the socket's own thread.
+    """
+    rules = document["scenario"].get("wire", ())
+    if not any(rule.get("dir") == "req" and rule.get("act") == "dup" for rule in rules):
+        return [frozenset()]
+    lines = (event for event in document["events"] if event.get("msg") == log.EXPIRED_BEFORE_SENDING)
+    workers = frozenset(str(event.get("th")).removesuffix("loop") for event in lines)
+    return [workers, frozenset()] if workers else [workers]
 
 
 def _drop_orders(document: Mapping[str, Json]) -> list[tuple[int, ...]]:

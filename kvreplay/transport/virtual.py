@@ -13,6 +13,7 @@ class VirtualDriver:
 
     `on_report` is called once when the machine has something to fetch, and again after `report_fetched`, or when it has
     had nothing in between. `encode` changes what is sent, for instance into the bytes that a socket would carry.
+    `reads_together`: the machine has all messages of one instant before it does what they make due.
     """
 
     def __init__(
@@ -22,12 +23,14 @@ class VirtualDriver:
         *,
         on_report: Callable[[], None] | None = None,
         encode: Callable[[Envelope], Envelope] | None = None,
+        reads_together: bool = False,
     ) -> None:
         self._machine = machine
         self._bus = bus
         self._loop = bus.loop
         self._on_report = on_report
         self._encode = encode
+        self._reads_together = reads_together
         self._timer: Timer | None = None
         self._told = False
         self._closed = False
@@ -46,19 +49,22 @@ class VirtualDriver:
             self._loop.call_at(self._stalled_until_ns, lambda: self.receive(envelope))
         elif not self._closed:
             self._machine.handle(envelope, self._loop.now_ns)
-            self.pump()
+            self.pump(expects_more=self._reads_together)
 
     def refused(self, envelope: Envelope) -> None:
         if not self._closed:
             self._machine.on_refused(envelope, self._loop.now_ns)
             self.pump()
 
-    def pump(self) -> None:
-        """Send what the machine wants sent, set its timer, tell its owner. After every call of the machine."""
+    def pump(self, *, expects_more: bool = False) -> None:
+        """Send what the machine wants sent, set its timer, tell its owner. After every call of the machine.
+
+        `expects_more`: what is due at this instant is left to the timer, which comes after the messages of the instant.
+        """
         machine = self._machine
         now_ns = self._loop.now_ns
         deadline_ns = machine.next_deadline_ns
-        while deadline_ns <= now_ns and self._stalled_until_ns <= now_ns:
+        while deadline_ns <= now_ns and self._stalled_until_ns <= now_ns and not expects_more:
             machine.on_deadline(now_ns)
             deadline_ns = machine.next_deadline_ns
         outbox = machine.outbox

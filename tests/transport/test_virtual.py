@@ -71,6 +71,18 @@ class Echo:
         self.outbox.append(message(envelope.destination, envelope.source, f"{envelope.payload}!"))
 
 
+class Reader(Echo):
+    """Notes each message, and then, at the same instant, that it has gone on."""
+
+    def __init__(self, log: list[tuple[int, str]]) -> None:
+        super().__init__()
+        self._log = log
+
+    def handle(self, envelope: Envelope, now_ns: int) -> None:
+        self._log.append((now_ns, envelope.payload))
+        self.deadlines.at(now_ns, lambda log, now_ns: log.append((now_ns, "then")), self._log)
+
+
 def message(source: str, destination: str, payload: str) -> Envelope:
     return Envelope(kind="k", source=source, destination=destination, payload=payload)
 
@@ -140,6 +152,15 @@ class TestVirtualDriver:
         driver.pump()
         bus.loop.run_until_quiescent()
         assert (log, bus.loop.now_ns) == (["now!"], 0)
+
+    def test_one_that_reads_together_has_all_of_an_instant_before_it_goes_on(self, bus: Bus) -> None:
+        log = list[tuple[int, str]]()
+        driver = VirtualDriver(Reader(log), bus, reads_together=True)
+        bus.listen("B/x", driver.receive)
+        for time_ns, text in ((7, "one"), (7, "two"), (9, "three")):
+            bus.loop.call_at(time_ns, lambda text=text: bus.post(message("A/x", "B/x", text)))  # type: ignore[misc]
+        bus.loop.run_until_quiescent()
+        assert log == [(7, "one"), (7, "two"), (7, "then"), (7, "then"), (9, "three"), (9, "then")]
 
     def test_a_stalled_machine_takes_up_where_it_was_in_order(self, bus: Bus) -> None:
         machine, log = Echo(), list[tuple[int, str]]()

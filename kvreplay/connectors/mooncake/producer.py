@@ -82,7 +82,8 @@ class Producer:
         self._log = log_line
         self._deadlines = Deadlines()
         self._woken: dict[Service, None] = {}
-        """Pulls for which something is ready: they go on at the loop's next turn."""
+        """Pulls for which something is ready: they go on at the loop's next turn, when those that came with them have
+        found their transfers, too (vLLM: asyncio.wait in send_kv_to_decode)."""
         self._planner = CopyPlanner(
             kernel_ratios=kernel_ratios,
             state_groups=state_groups,
@@ -165,6 +166,7 @@ class Producer:
         for service in woken:
             if service.write is None and service in self._services:
                 self._advance(service, now_ns)
+                self._start_queued(now_ns)  # a task that is done takes the next pull before anybody else goes on
         self._deadlines.fire(now_ns)
         self._start_queued(now_ns)
 
@@ -238,7 +240,7 @@ class Producer:
         """Sender tasks that have a pull, waiting or not."""
         if not self._releases_tasks:
             return len(self._services)
-        return sum(service.write is not None for service in self._services)
+        return sum(service.write is not None or service in self._woken for service in self._services)
 
     def _start_service(self, envelope: Envelope, now_ns: int) -> None:
         try:
@@ -285,9 +287,12 @@ class Producer:
         service = Service(envelope, pull, plan, pending, remote_ranks, dict.fromkeys(envelope.request_ids))
         self._services[service] = None
         for entry in pending.values():
-            if not entry.is_over:
+            if entry.is_over:
+                self._woken[service] = None
+            else:
                 entry.waiters[service] = None
-        self._advance(service, now_ns)
+        if service not in self._woken:
+            self._advance(service, now_ns)
 
     def _advance(self, service: Service, now_ns: int) -> None:
         """Start to write what is ready, or wait for something to be."""

@@ -119,8 +119,10 @@ class MooncakeWorker:
         kernel_ratios = [1 if index in state_groups else memory.kernel_ratio for index in range(len(groups))]
         encode_envelope = _encode_payload if encodes_messages else None
 
-        def drive(machine: Consumer | Producer, *kinds: str) -> VirtualDriver:
-            driver = VirtualDriver(machine, bus, on_report=on_report, encode=encode_envelope)
+        def drive(machine: Consumer | Producer, *kinds: str, reads_together: bool = False) -> VirtualDriver:
+            driver = VirtualDriver(
+                machine, bus, on_report=on_report, encode=encode_envelope, reads_together=reads_together
+            )
             self._halves.append(driver)
             self._by_kind.update(dict.fromkeys(kinds, driver))
             return driver
@@ -154,7 +156,8 @@ class MooncakeWorker:
                 stats=self.stats,
                 log_line=log_line,
             )
-            self._producer_driver = drive(self.producer, PULL_REQUEST, WRITE_DONE, STRAY_FRAMES)
+            # The listener takes all that is there; the tasks that it wakes run in the loop's next turn.
+            self._producer_driver = drive(self.producer, PULL_REQUEST, WRITE_DONE, STRAY_FRAMES, reads_together=True)
             if registers:
                 if config.bootstrap_server_address is None and identity.ranks.rank == 0:
                     replaces = behaviour["mooncake_registration"] == "replace"
