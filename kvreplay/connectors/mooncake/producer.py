@@ -338,7 +338,7 @@ class Producer:
                 write.batch.append((d_req_id, entry))
                 self._changed()
             else:
-                # It expired while something else was written, or was served to who came with it: in neither list of the reply.
+                # It expired while something else was written, or has been served: it is in neither list of the reply.
                 self._line(log.WARNING, log.EXPIRED_BEFORE_SENDING, d_req_id)
         write.is_last = not service.pending
         service.write = write
