@@ -9,10 +9,10 @@ from kvreplay.connectors.offloading.arrays import Keys
 from kvreplay.connectors.offloading.keys import KeySpace
 from kvreplay.connectors.offloading.layout import OffloadLayout
 from kvreplay.connectors.offloading.structs import TransferJob
-from kvreplay.kv.block_pool import NO_KEY, BlockIds
 from kvreplay.kv.cache_manager import KVCacheManager
 from kvreplay.kv.content import KeyArray
 from kvreplay.kv.group_keys import group_key
+from kvreplay.kv.prefix_cache import NO_KEY, BlockIds
 
 
 class ForeignBlock(NamedTuple):

@@ -26,11 +26,11 @@ from kvreplay.engine.suspects import WrongBlock
 from kvreplay.engine.worker import WorkerModel
 from kvreplay.events import DETAIL_RUN, Event
 from kvreplay.ids import NULL_BLOCK_ID
-from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.buffers import KVBuffers
 from kvreplay.kv.content import WordArray
 from kvreplay.kv.content_index import TokenContent, TokenIndex, mix64
 from kvreplay.kv.managers.base import KVGroupManager
+from kvreplay.kv.prefix_cache import BlockIds
 from kvreplay.kv.specs import MAMBA
 
 _GARBAGE = 0xBAD

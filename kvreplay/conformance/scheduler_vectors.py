@@ -26,10 +26,11 @@ from kvreplay.engine.rules import SchedulerRules
 from kvreplay.errors import EngineFatal
 from kvreplay.events import DETAIL_RUN, Event
 from kvreplay.kv.attention_managers import make_cache_manager
-from kvreplay.kv.block_pool import BlockIds, BlockPool
+from kvreplay.kv.block_pool import BlockPool
 from kvreplay.kv.cache_manager import NO_DRAFTS
 from kvreplay.kv.content_index import TokenContent, TokenIndex
 from kvreplay.kv.managers.mamba import BoundaryState
+from kvreplay.kv.prefix_cache import BlockIds
 from kvreplay.kv.specs import (
     CHUNKED_LOCAL,
     CIRCULAR_BUFFER,

@@ -6,7 +6,7 @@ once, not ordered behind that step, they wait until it has been processed.
 
 from collections import deque
 
-from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.prefix_cache import BlockIds
 
 
 class Fences:

@@ -13,9 +13,9 @@ import numpy as np
 
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.ids import NULL_BLOCK_ID
-from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.cache_manager import KVCacheManager
 from kvreplay.kv.managers.base import NO_BLOCKS, KVGroupManager, Mask
+from kvreplay.kv.prefix_cache import BlockIds
 from kvreplay.kv.specs import CIRCULAR_BUFFER, cdiv
 
 if TYPE_CHECKING:

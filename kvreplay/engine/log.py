@@ -3,7 +3,7 @@
 from kvreplay.engine.output import Share
 from kvreplay.engine.request import Request
 from kvreplay.events import DETAIL_BLOCKS, DETAIL_STEPS, Event, EventSink
-from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.prefix_cache import BlockIds
 
 
 class EngineLog:

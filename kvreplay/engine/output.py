@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from kvreplay.engine.connector import KVConnectorOutput
 from kvreplay.engine.request import Request
-from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.managers.mamba import BoundaryState
+from kvreplay.kv.prefix_cache import BlockIds
 
 
 @dataclass(slots=True, eq=False)

@@ -20,7 +20,7 @@ from kvreplay.engine.ideal_recovery import longest_valid_prefix
 from kvreplay.engine.output import SchedulerOutput
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.errors import EngineFatal
-from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.prefix_cache import BlockIds
 
 if TYPE_CHECKING:
     from kvreplay.engine.scheduler import Scheduler

@@ -18,12 +18,12 @@ from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.scheduler import Scheduler
 from kvreplay.engine.suspects import Origin, Suspect, Suspects, WrongBlock
 from kvreplay.ids import NULL_BLOCK_ID
-from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.buffers import KVBuffers
 from kvreplay.kv.content import WordArray
 from kvreplay.kv.managers.base import KVGroupManager
 from kvreplay.kv.memory import BlockIds as AnyBlockIds
 from kvreplay.kv.memory import History, Provenance
+from kvreplay.kv.prefix_cache import BlockIds
 from kvreplay.kv.specs import CIRCULAR_BUFFER, MAMBA, KVCacheGroupSpec, cdiv
 
 _NO_LOAD = -1

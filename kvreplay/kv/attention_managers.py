@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 from kvreplay.errors import EngineFatal
-from kvreplay.kv.block_pool import NO_KEY, BlockIds, BlockPool, Keys
+from kvreplay.kv.block_pool import BlockPool
 from kvreplay.kv.block_table import UNTRACKED, BlockTable
 from kvreplay.kv.cache_manager import NO_DRAFTS, DraftRules, KVCacheManager, Slots
 from kvreplay.kv.lookup import FoundPrefix, Hit
 from kvreplay.kv.managers.base import NO_BLOCKS, Hashable
+from kvreplay.kv.prefix_cache import NO_KEY, BlockIds, Keys
 from kvreplay.kv.specs import KVCacheGroupSpec, cdiv
 from kvreplay.kv.uniform_manager import UniformAttentionCacheManager
 

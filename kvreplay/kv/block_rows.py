@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.content import WordArray
+from kvreplay.kv.prefix_cache import BlockIds
 from kvreplay.kv.specs import CIRCULAR_BUFFER, MAMBA, KVCacheGroupSpec, cdiv
 
 Positions = NDArray[np.int64]

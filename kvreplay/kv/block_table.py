@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.prefix_cache import BlockIds
 
 UNTRACKED = -1
 

@@ -10,11 +10,11 @@ from typing import Final
 import numpy as np
 
 from kvreplay.kv.allocation import words_and_tensor
-from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.block_rows import BlockRows, Positions, rows_of_groups, words_per_block
 from kvreplay.kv.content import Content, WordArray
 from kvreplay.kv.memory import BlockIds as AnyBlockIds
 from kvreplay.kv.memory import History, Provenance
+from kvreplay.kv.prefix_cache import BlockIds
 from kvreplay.kv.specs import KVCacheGroupSpec
 
 GROUPS_PER_SHARE: Final = 1 << 10

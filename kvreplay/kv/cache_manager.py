@@ -10,11 +10,12 @@ import numpy as np
 from kvreplay.errors import ConfigError, EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.block_list import BlockList
-from kvreplay.kv.block_pool import BlockIds, BlockPool, Keys
+from kvreplay.kv.block_pool import BlockPool
 from kvreplay.kv.lookup import FoundPrefix, Hit, PrefixLookup, no_hit
 from kvreplay.kv.managers.base import NO_BLOCKS, CacheRules, Hashable, KVGroupManager, Need
 from kvreplay.kv.managers.factory import make_manager
 from kvreplay.kv.managers.mamba import AlignedMambaManager, BoundaryState
+from kvreplay.kv.prefix_cache import BlockIds, Keys
 from kvreplay.kv.specs import MAMBA, KVCacheGroupSpec, cdiv, hits_inside_blocks, resolve_block_sizes
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.block_table import UNTRACKED, BlockTable
+from kvreplay.kv.prefix_cache import BlockIds
 
 
 class JoinedTable:

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvreplay.kv.block_pool import BlockIds, Keys
 from kvreplay.kv.managers.base import NO_BLOCKS, CacheRules, JointLookup, KVGroupManager
 from kvreplay.kv.managers.mamba import MambaManager
+from kvreplay.kv.prefix_cache import BlockIds, Keys
 from kvreplay.kv.specs import cdiv
 
 Hit = tuple[BlockIds, ...]

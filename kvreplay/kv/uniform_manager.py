@@ -8,13 +8,13 @@ from numpy.typing import NDArray
 
 from kvreplay.errors import EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
-from kvreplay.kv.block_pool import BlockIds, Keys
 from kvreplay.kv.cache_manager import KVCacheManager, Slots
 from kvreplay.kv.group_keys import group_key
 from kvreplay.kv.joined_tables import JoinedTable
 from kvreplay.kv.lookup import Hit
 from kvreplay.kv.managers.base import NO_BLOCKS, Hashable, KVGroupManager, Need
 from kvreplay.kv.managers.sliding_window import SlidingWindowManager
+from kvreplay.kv.prefix_cache import BlockIds, Keys
 from kvreplay.kv.specs import cdiv
 
 

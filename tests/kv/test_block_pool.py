@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from numpy.typing import NDArray
 
 from kvreplay.errors import EngineFatal
-from kvreplay.kv.block_pool import NO_KEY, BlockPool
+from kvreplay.kv.block_pool import BlockPool
+from kvreplay.kv.prefix_cache import NO_KEY
 from tests.kv.reference_pool import ReferencePool
 
 

@@ -6,8 +6,8 @@ A ring of 8 tokens beside full attention: hits end on multiples of 8, where noth
 import pytest
 
 from kvreplay.engine.worker import WorkerModel
-from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.memory import Provenance
+from kvreplay.kv.prefix_cache import BlockIds
 from kvreplay.kv.specs import CIRCULAR_BUFFER, KVCacheGroupSpec
 from kvreplay.replay.config import ReplayConfig
 from tests.scenarios.hybrid_worlds import with_groups

@@ -6,10 +6,10 @@ from functools import reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.buffers import GROUPS_PER_SHARE, KVBuffers
 from kvreplay.kv.content import Content, WordArray
 from kvreplay.kv.memory import BlockIds as AnyBlockIds
+from kvreplay.kv.prefix_cache import BlockIds
 from kvreplay.kv.specs import KVCacheGroupSpec
 
 

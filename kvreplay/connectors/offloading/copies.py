@@ -12,9 +12,9 @@ from kvreplay.connectors.offloading.cpu_buffers import CpuBuffers, Places
 from kvreplay.connectors.offloading.layout import OffloadLayout
 from kvreplay.connectors.offloading.structs import TransferJob
 from kvreplay.errors import EngineFatal
-from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.content import WordArray
 from kvreplay.kv.memory import History, KVMemory, Provenance
+from kvreplay.kv.prefix_cache import BlockIds
 from kvreplay.sim.envelope import Corruption
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvreplay.connectors.offloading.arrays import Keys
 from kvreplay.errors import EngineFatal
-from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.prefix_cache import BlockIds
 
 
 @dataclass(slots=True)

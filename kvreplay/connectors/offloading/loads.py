@@ -15,7 +15,7 @@ from kvreplay.connectors.offloading.manager import OffloadingManager
 from kvreplay.connectors.offloading.request_state import RequestState
 from kvreplay.connectors.offloading.structs import GpuBlocks, TransferJob
 from kvreplay.errors import EngineFatal
-from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.prefix_cache import BlockIds
 
 
 class _GroupLoad(NamedTuple):

@@ -10,7 +10,7 @@ from kvreplay.connectors.offloading.context import OffloadPolicy, RequestContext
 from kvreplay.connectors.offloading.keys import KeySpace
 from kvreplay.connectors.offloading.layout import OffloadGroup, OffloadLayout
 from kvreplay.engine.request import Request
-from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.prefix_cache import BlockIds
 
 BlocksOfGroups = Sequence[BlockIds | Sequence[int]]
 """One list per KV cache group of the engine."""

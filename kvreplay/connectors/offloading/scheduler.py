@@ -29,7 +29,7 @@ from kvreplay.engine.connector import KVConnectorOutput, RequestBlocks
 from kvreplay.engine.output import SchedulerOutput, Share
 from kvreplay.engine.request import Request
 from kvreplay.errors import EngineFatal
-from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.prefix_cache import BlockIds
 
 
 class StepObserver(Protocol):

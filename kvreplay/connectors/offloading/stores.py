@@ -21,7 +21,7 @@ from kvreplay.connectors.offloading.request_state import GroupState, RequestStat
 from kvreplay.connectors.offloading.structs import GpuBlocks, StepRequest, TransferJob
 from kvreplay.engine.request import RequestStatus
 from kvreplay.errors import EngineFatal
-from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.prefix_cache import BlockIds
 
 Indices = NDArray[np.int64]
 _NO_BLOCKS: BlockIds = np.empty(0, np.int64)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvreplay.connectors.offloading.arrays import ChunkIds
 from kvreplay.connectors.offloading.request_state import BlocksOfGroups
 from kvreplay.engine.connector import KVConnectorOutput
-from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.prefix_cache import BlockIds
 
 
 class GpuBlocks(NamedTuple):

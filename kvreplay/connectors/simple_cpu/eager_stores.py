@@ -14,9 +14,9 @@ from kvreplay.connectors.simple_cpu.structs import Pairs
 from kvreplay.engine.output import SchedulerOutput, Share
 from kvreplay.engine.request import Request
 from kvreplay.ids import NULL_BLOCK_ID
-from kvreplay.kv.block_pool import NO_KEY
 from kvreplay.kv.cache_manager import KVCacheManager
 from kvreplay.kv.managers.base import KVGroupManager
+from kvreplay.kv.prefix_cache import NO_KEY
 from kvreplay.kv.specs import MAMBA
 
 

@@ -16,9 +16,10 @@ from kvreplay.engine.output import SchedulerOutput
 from kvreplay.engine.request import Request
 from kvreplay.errors import EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
-from kvreplay.kv.block_pool import NO_KEY, BlockIds, BlockPool
+from kvreplay.kv.block_pool import BlockPool
 from kvreplay.kv.cache_manager import KVCacheManager
 from kvreplay.kv.lookup import Hit
+from kvreplay.kv.prefix_cache import NO_KEY, BlockIds
 from kvreplay.kv.specs import cdiv
 
 

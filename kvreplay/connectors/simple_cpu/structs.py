@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvreplay.engine.connector import KVConnectorOutput
-from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.prefix_cache import BlockIds
 
 
 class Pairs:

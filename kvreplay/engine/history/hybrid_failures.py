@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvreplay.engine.request import Request
 from kvreplay.errors import EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
-from kvreplay.kv.block_pool import BlockIds
+from kvreplay.kv.prefix_cache import BlockIds
 
 if TYPE_CHECKING:
     from kvreplay.engine.recovery import Recovery

@@ -9,9 +9,9 @@ from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.sched.running import RunningLayer
 from kvreplay.engine.sched.state import Misfit, Scan
 from kvreplay.errors import EngineFatal
-from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.cache_manager import BlocksOfRequest, Slots
 from kvreplay.kv.lookup import Hit, truncated
+from kvreplay.kv.prefix_cache import BlockIds
 
 
 class _Head(Enum):

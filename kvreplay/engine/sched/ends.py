@@ -8,8 +8,8 @@ from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.sched.hybrid_growth import HybridLockstepLayer
 from kvreplay.engine.sched.state import Scan
 from kvreplay.errors import EngineFatal
-from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.cache_manager import BlocksOfRequest
+from kvreplay.kv.prefix_cache import BlockIds
 
 
 class EndsLayer(HybridLockstepLayer):

@@ -9,8 +9,8 @@ from kvreplay.engine.output import SchedulerOutput, Share
 from kvreplay.engine.request import Request
 from kvreplay.engine.sched.state import Misfit, Scan, SchedulerState
 from kvreplay.ids import NULL_BLOCK_ID
-from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.block_table import BlockTable
+from kvreplay.kv.prefix_cache import BlockIds
 
 
 class LockstepLayer(SchedulerState):

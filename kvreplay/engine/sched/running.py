@@ -3,8 +3,8 @@
 from kvreplay.engine.output import SchedulerOutput, Share
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.sched.ends import EndsLayer
-from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.cache_manager import Slots
+from kvreplay.kv.prefix_cache import BlockIds
 
 _GROWS, _FILLS, _IS_EXPLICIT = range(3)
 """What there is to do for a running request, in this order where it is more than one thing."""

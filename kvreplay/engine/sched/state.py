@@ -17,10 +17,10 @@ from kvreplay.engine.output import RequestOutput, SchedulerOutput, Share
 from kvreplay.engine.queues import PriorityQueue, RequestQueue
 from kvreplay.engine.request import Request
 from kvreplay.engine.sampler import Sampler
-from kvreplay.kv.block_pool import BlockIds
 from kvreplay.kv.block_table import BlockTable
 from kvreplay.kv.cache_manager import KVCacheManager
 from kvreplay.kv.managers.mamba import BoundaryState
+from kvreplay.kv.prefix_cache import BlockIds
 
 LIVELOCK_ATTEMPTS = 1000
 """A request that has been parked or preempted so often without a token in between never gets anywhere."""

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from kvreplay.errors import EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
-from kvreplay.kv.block_pool import BlockIds, BlockPool, Keys
+from kvreplay.kv.block_pool import BlockPool
 from kvreplay.kv.block_table import UNTRACKED, BlockTable
 from kvreplay.kv.group_keys import group_key
+from kvreplay.kv.prefix_cache import BlockIds, Keys
 from kvreplay.kv.specs import CIRCULAR_BUFFER, KVCacheGroupSpec, cdiv
 
 Mask = NDArray[np.bool_]

@@ -4,8 +4,9 @@ import numpy as np
 
 from kvreplay.errors import EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
-from kvreplay.kv.block_pool import BlockIds, BlockPool, Keys
+from kvreplay.kv.block_pool import BlockPool
 from kvreplay.kv.managers.base import CacheRules, DecodeEvent, JointLookup, KVGroupManager
+from kvreplay.kv.prefix_cache import BlockIds, Keys
 from kvreplay.kv.specs import KVCacheGroupSpec, cdiv
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from kvreplay.kv.block_pool import BlockIds, Keys
 from kvreplay.kv.managers.base import NO_BLOCKS, DecodeEvent, Hashable, JointLookup, KVGroupManager, Need
+from kvreplay.kv.prefix_cache import BlockIds, Keys
 
 
 class CircularBufferManager(KVGroupManager):

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvreplay.ids import NULL_BLOCK_ID
-from kvreplay.kv.block_pool import BlockIds, Keys
 from kvreplay.kv.managers.base import Hashable, JointLookup, KVGroupManager
+from kvreplay.kv.prefix_cache import BlockIds, Keys
 from kvreplay.kv.specs import cdiv
 
 

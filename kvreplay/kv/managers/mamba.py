@@ -13,7 +13,7 @@ import numpy as np
 
 from kvreplay.errors import EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
-from kvreplay.kv.block_pool import NO_KEY, BlockIds, BlockPool, Keys
+from kvreplay.kv.block_pool import BlockPool
 from kvreplay.kv.block_table import BlockTable
 from kvreplay.kv.managers.base import (
     NO_BLOCKS,
@@ -25,6 +25,7 @@ from kvreplay.kv.managers.base import (
     Mask,
     Need,
 )
+from kvreplay.kv.prefix_cache import NO_KEY, BlockIds, Keys
 from kvreplay.kv.specs import KVCacheGroupSpec, cdiv
 
 
