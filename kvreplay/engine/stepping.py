@@ -11,12 +11,13 @@ from typing import Protocol
 
 from kvreplay.engine.acceptance import SyntheticAcceptance
 from kvreplay.engine.connector import WorkerConnector
+from kvreplay.engine.connector_memory import LateWrite
 from kvreplay.engine.log import EngineLog
 from kvreplay.engine.output import ModelRunnerOutput, RequestOutput, SchedulerOutput, Share
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.scheduler import Scheduler
 from kvreplay.engine.suspects import WrongBlock
-from kvreplay.engine.worker import LateWrite, WorkerModel
+from kvreplay.engine.worker import WorkerModel
 from kvreplay.errors import EngineFatal
 from kvreplay.events import DETAIL_STEPS, Event
 from kvreplay.ids import NS_PER_MS

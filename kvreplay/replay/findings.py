@@ -7,10 +7,10 @@ from kvreplay.checkers.conservation import check_conservation, check_drained, sn
 from kvreplay.checkers.finding import AGREE, CONTENT, FENCE, HIT_ATTAINABLE, NULL_BLOCK, STORE_CONTENT, Finding
 from kvreplay.checkers.hit_attainable import ShortWindow, WithheldHit
 from kvreplay.checkers.store_content import ForeignBlock
+from kvreplay.engine.connector_memory import LateWrite
 from kvreplay.engine.output import Share
 from kvreplay.engine.stepping import SteppingInstance
 from kvreplay.engine.suspects import WrongBlock
-from kvreplay.engine.worker import LateWrite
 from kvreplay.events import EventSink
 from kvreplay.ids import NS_PER_S, NULL_BLOCK_ID
 from kvreplay.kv.memory import Provenance

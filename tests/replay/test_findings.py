@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from kvreplay.engine.connector_memory import LateWrite
 from kvreplay.engine.suspects import WrongBlock
-from kvreplay.engine.worker import LateWrite
 from kvreplay.events import Event, ListSink
 from kvreplay.ids import NS_PER_S
 from kvreplay.kv.cache_manager import Slots
