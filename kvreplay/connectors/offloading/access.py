@@ -43,9 +43,11 @@ class RequestAccess:
     def see(self, keys: Keys, positions: NDArray[np.int64], space: KeySpace) -> Mask | None:
         """Which of `keys` are new (None: all); from now on they are not. `positions`: where each one's prefix ends."""
         if self._is_ordered:
-            group = int(keys[0]) % space.num_groups
-            if positions[0] > self._ends.get(group, 0) and _go_on(keys, positions, space):
-                self._ends[group] = int(positions[-1])
+            group = keys.item(0) % space.num_groups
+            if positions.item(0) > self._ends.get(group, 0) and (
+                len(keys) == 1 or space.is_run(keys) or _go_on(keys, positions, space)
+            ):
+                self._ends[group] = positions.item(-1)
                 self._unjoined.append(keys)
                 return None
         is_new = space.not_among(keys, self.seen)
@@ -57,8 +59,6 @@ class RequestAccess:
 
 def _go_on(keys: Keys, positions: NDArray[np.int64], space: KeySpace) -> bool:
     """Whether these are of one group, and in the order of their positions."""
-    if len(keys) == 1:
-        return True
     if not (positions[1:] > positions[:-1]).all():
         return False
     if space.num_groups == 1:

@@ -14,6 +14,8 @@ Mask: TypeAlias = NDArray[np.bool_]
 
 NO_KEYS: Keys = np.empty(0, np.int64)
 NO_CHUNKS: ChunkIds = np.empty(0, np.int32)
+NOWHERE: ChunkIds = np.array([-1], np.int32)
+"""Says of any number of keys that none has a chunk. Compared by identity."""
 
 
 def without_repeats(keys: Keys) -> Iterator[Keys]:

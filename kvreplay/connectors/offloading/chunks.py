@@ -23,6 +23,8 @@ class ChunkTable:
         self.num_chunks = num_chunks
         self.keys = np.zeros(num_chunks + 1, np.int64)
         self.ref_counts = np.full(num_chunks + 1, UNUSED, np.int32)
+        self.count_of = self.ref_counts.data
+        """The same for single chunks."""
         self._free = np.zeros(num_chunks, np.int32)
         """Slots given back; the first `_num_given_back` count, the last of them goes first."""
         self._num_given_back = 0
@@ -30,8 +32,13 @@ class ChunkTable:
         self.num_evictable = 0
         """Chunks that are ready and have no user."""
         self.num_write_pending = 0
-        self._slots = lazy_zeros(num_keys)
+        self._use_slots(lazy_zeros(num_keys))
+
+    def _use_slots(self, slots: ChunkIds) -> None:
+        self._slots = slots
         """Key → its slot + 1, 0 for none."""
+        self._slot_of = slots.data
+        """The same for single keys."""
 
     @property
     def num_free(self) -> int:
@@ -44,14 +51,18 @@ class ChunkTable:
 
     def find(self, keys: Keys) -> ChunkIds:
         """Each key's chunk, -1 where there is none."""
+        return self.slots(keys) - 1
+
+    def slots(self, keys: Keys) -> ChunkIds:
+        """Each key's chunk + 1, 0 where there is none."""
         try:
-            return self._slots[keys] - 1
+            return self._slots[keys]
         except IndexError:  # keys that have never been here
-            self._slots = grown(self._slots, int(keys.max()))
-            return self._slots[keys] - 1
+            self._use_slots(grown(self._slots, int(keys.max())))
+            return self._slots[keys]
 
     def find_one(self, key: int) -> int:
-        return int(self._slots[key]) - 1 if key < len(self._slots) else -1
+        return self._slot_of[key] - 1 if key < len(self._slots) else -1
 
     def allocate(self, keys: Keys) -> ChunkIds:
         """A slot for each, not ready."""
@@ -72,8 +83,47 @@ class ChunkTable:
         try:
             self._slots[keys] = chunk_ids + 1
         except IndexError:
-            self._slots = grown(self._slots, int(keys.max()))
+            self._use_slots(grown(self._slots, int(keys.max())))
             self._slots[keys] = chunk_ids + 1
+        return chunk_ids
+
+    def replace(self, victims: ChunkIds, keys: Keys) -> tuple[ChunkIds, Keys]:
+        """`drop` chunks that have been taken out, and `allocate`; also returns what they held."""
+        if len(victims) != len(keys):
+            evicted = self.drop(victims)
+            return self.allocate(keys), evicted
+        assert not self.num_free
+        # What is given back last is given out first.
+        chunk_ids = victims[::-1].copy()
+        evicted = self.keys[victims]
+        self._slots[evicted] = 0
+        self.keys[chunk_ids] = keys
+        self.ref_counts[chunk_ids] = NOT_READY
+        self.num_write_pending += len(keys)
+        try:
+            self._slots[keys] = chunk_ids + 1
+        except IndexError:
+            self._use_slots(grown(self._slots, int(keys.max())))
+            self._slots[keys] = chunk_ids + 1
+        return chunk_ids, evicted
+
+    def allocate_one(self, keys: Keys) -> ChunkIds:
+        """`allocate` for a single key."""
+        if self.num_allocated == self.num_chunks:
+            left = self._num_given_back - 1
+            assert left >= 0
+            chunk_ids = self._free[left : left + 1].copy()
+            self._num_given_back = left
+        else:
+            chunk_ids = np.array([self.num_allocated], np.int32)
+            self.num_allocated += 1
+        chunk_id, key = chunk_ids.item(), keys.item()
+        self.keys[chunk_id] = key
+        self.count_of[chunk_id] = NOT_READY
+        self.num_write_pending += 1
+        if key >= len(self._slots):
+            self._use_slots(grown(self._slots, key))
+        self._slot_of[key] = chunk_id + 1
         return chunk_ids
 
     def is_ready(self, chunk_ids: ChunkIds) -> Mask:

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvreplay.connectors.offloading.access import RequestAccess
 from kvreplay.connectors.offloading.arc import ARCPolicy
-from kvreplay.connectors.offloading.arrays import NO_CHUNKS, NO_KEYS, ChunkIds, Keys, without_repeats
+from kvreplay.connectors.offloading.arrays import NO_CHUNKS, NO_KEYS, NOWHERE, ChunkIds, Keys, without_repeats
 from kvreplay.connectors.offloading.chunks import NOT_READY, ChunkTable
 from kvreplay.connectors.offloading.context import OffloadPolicy, RequestContext
 from kvreplay.connectors.offloading.keys import KeySpace
@@ -21,10 +21,9 @@ from kvreplay.errors import EngineFatal
 
 EVICTION_POLICIES: Final[dict[str, type[LRUPolicy] | type[ARCPolicy]]] = {"lru": LRUPolicy, "arc": ARCPolicy}
 
-_MISS: Final = np.int8(LookupResult.MISS)
-_HIT: Final = np.int8(LookupResult.HIT)
-_PENDING: Final = np.int8(LookupResult.HIT_PENDING)
-_NOWHERE: Final[ChunkIds] = np.array([-1], np.int32)
+
+# Which `lookup_many` counts on.
+assert (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING) == (0, 1, 2)
 
 
 class CPUOffloadingManager:
@@ -72,14 +71,14 @@ class CPUOffloadingManager:
         return context.access
 
     def _note_access(self, keys: Keys, chunk_ids: ChunkIds, context: RequestContext, *, reused: Keys) -> None:
-        """`chunk_ids`: where the keys are, -1 where they are not yet."""
+        """`chunk_ids`: where the keys are, -1 where they are not yet; NOWHERE: that is all of them."""
         access = self._access_of(context)
         if len(keys):
             is_new = access.see(keys, self.space.positions(keys), self.space)
             if is_new is None or is_new.any():
                 assert not access.finished, f"{context.req_id}: new keys after its end"
                 if is_new is not None and not is_new.all():
-                    keys, chunk_ids = keys[is_new], chunk_ids[is_new]
+                    keys, chunk_ids = keys[is_new], chunk_ids if chunk_ids is NOWHERE else chunk_ids[is_new]
                 self.policy.on_request_access(keys, chunk_ids, context)
         if self.policy.distinguishes_reuse:
             # Reading back what it inserted itself is no second access.
@@ -91,13 +90,13 @@ class CPUOffloadingManager:
         chunk_id = self.chunks.find_one(key)
         if chunk_id < 0:
             return LookupResult.MISS
-        return LookupResult.HIT_PENDING if self.chunks.ref_counts[chunk_id] == NOT_READY else LookupResult.HIT
+        return LookupResult.HIT_PENDING if self.chunks.count_of[chunk_id] == NOT_READY else LookupResult.HIT
 
     def lookup_many(self, keys: Keys, context: RequestContext) -> LookupResults:
-        chunk_ids = self.chunks.find(keys)
-        results = np.where(chunk_ids < 0, _MISS, _HIT)
+        slots = self.chunks.slots(keys)
+        results: LookupResults = (slots > 0).view(np.int8)  # MISS or HIT
         if self.chunks.num_write_pending:
-            results[self.chunks.is_pending(chunk_ids)] = _PENDING
+            results += self.chunks.is_pending(slots - 1)  # HIT_PENDING
         return results
 
     def get_load_source(self, key: int, context: RequestContext) -> str:
@@ -165,11 +164,18 @@ class CPUOffloadingManager:
         """`prepare_store`, which does not evict what it is offered; `protected`: what must stay, where it is more."""
         if self.counts is not None:
             self.counts.note(keys)
-        elif len(keys) == 1 and protected is None and self.chunks.find_one(int(keys[0])) < 0:
-            return self._prepare_one(keys, context)
-        chunk_ids = self.chunks.find(keys)
+        elif len(keys) == 1 and protected is None and self.chunks.find_one(keys.item()) < 0:
+            return self._prepare_new(keys, context)
+        slots = self.chunks.slots(keys)
+        num_found = int(np.count_nonzero(slots))
+        if num_found < len(keys) and self.counts is None and protected is None:
+            if not num_found:
+                return self._prepare_new(keys, context)
+            if not self.policy.distinguishes_reuse and self._all_ready(slots[:num_found]):
+                return self._prepare_rest(keys, slots, num_found, context)
+        chunk_ids = slots - 1
         candidates, reused, observed, spared = keys, NO_KEYS, chunk_ids, NO_CHUNKS
-        if self.counts is not None or chunk_ids.max(initial=-1) >= 0:
+        if self.counts is not None or num_found:
             is_candidate = chunk_ids < 0
             is_reused = ~is_candidate & self.chunks.is_ready(chunk_ids)
             if self.counts is not None:
@@ -186,16 +192,29 @@ class CPUOffloadingManager:
         if protected is not None:
             spared = self.chunks.find(protected)
             spared = spared[spared >= 0]
-        evicted = self._make_room(len(candidates), spared)
-        return None if evicted is None else self._insert(candidates, evicted, context)
+        return self._insert(candidates, spared, context)
 
-    def _prepare_one(self, key: Keys, context: RequestContext) -> StorePlan | None:
-        """As `prepare_write`, for the many offers of a single chunk that is not there."""
+    def _prepare_new(self, keys: Keys, context: RequestContext) -> StorePlan | None:
+        """As `prepare_write`, for the many offers of which nothing is there."""
         if self.policy.distinguishes_reuse:
-            self._note_misses(key, context)
-        self._note_access(key, _NOWHERE, context, reused=NO_KEYS)
-        evicted = self._make_room(1, NO_CHUNKS)
-        return None if evicted is None else self._insert(key, evicted, context)
+            self._note_misses(keys, context)
+        self._note_access(keys, NOWHERE, context, reused=NO_KEYS)
+        return self._insert(keys, NO_CHUNKS, context, first=0)
+
+    def _prepare_rest(self, keys: Keys, slots: ChunkIds, num_found: int, context: RequestContext) -> StorePlan | None:
+        """The same where just the head is there, and ready."""
+        observed = slots - 1
+        self._note_access(keys, observed, context, reused=NO_KEYS)
+        candidates = keys[num_found:]
+        if self.space.is_run(keys):
+            self.space.note_run(candidates, self.space.positions(keys)[num_found:])
+        return self._insert(candidates, observed[:num_found], context, first=num_found)
+
+    def _all_ready(self, slots: ChunkIds) -> bool:
+        """Whether these are all there, and none is being written."""
+        if np.count_nonzero(slots) < len(slots):
+            return False
+        return not self.chunks.num_write_pending or not np.count_nonzero(self.chunks.is_pending(slots - 1))
 
     def _note_misses(self, keys: Keys, context: RequestContext) -> None:
         """A policy learns from a miss once per request and key."""
@@ -206,33 +225,33 @@ class CPUOffloadingManager:
         self.policy.on_store_miss(new)
         missed.update(new.tolist())
 
-    def _make_room(self, count: int, protected: ChunkIds) -> Keys | None:
-        """Evict what `count` new chunks need, all or nothing, and nothing of what is protected."""
-        missing = count - self.chunks.num_free
+    def _insert(
+        self, keys: Keys, protected: ChunkIds, context: RequestContext, *, first: int = -1
+    ) -> StorePlan | None:
+        """Give each a chunk. What that takes is evicted, all or nothing (None), and nothing of what is protected."""
+        missing = len(keys) - self.chunks.num_free
+        evicted = NO_KEYS
         if missing <= 0:
-            return NO_KEYS
-        if missing > self.chunks.num_evictable:
-            return None
-        victims = self.policy.evict(missing, protected)
-        if victims is None:
-            return None
-        evicted = self.chunks.drop(victims)
-        self.num_evicted += len(evicted)
-        if self._events is not None:
-            self._events.append(OffloadingEvent(evicted, is_removal=True))
-        return evicted
-
-    def _insert(self, keys: Keys, evicted: Keys, context: RequestContext) -> StorePlan:
-        chunk_ids = self.chunks.allocate(keys)
+            chunk_ids = self.chunks.allocate_one(keys) if len(keys) == 1 else self.chunks.allocate(keys)
+        else:
+            if missing > self.chunks.num_evictable:
+                return None
+            victims = self.policy.evict(missing, protected)
+            if victims is None:
+                return None
+            chunk_ids, evicted = self.chunks.replace(victims, keys)
+            self.num_evicted += len(evicted)
+            if self._events is not None:
+                self._events.append(OffloadingEvent(evicted, is_removal=True))
         self.policy.insert(keys, chunk_ids, context)
         if self.policy.distinguishes_reuse:
             self._access_of(context).inserted.update(keys.tolist())
-        return StorePlan(keys, chunk_ids, evicted)
+        return StorePlan(keys, chunk_ids, evicted, first)
 
     def complete_store(self, keys: Keys, context: RequestContext, *, success: bool = True) -> None:
         chunk_ids = self.chunks.find(keys)
         pending = self.chunks.is_pending(chunk_ids)
-        if not pending.all():
+        if np.count_nonzero(pending) < len(keys):
             chunk_ids, keys = chunk_ids[pending], keys[pending]
         if not len(keys):
             return

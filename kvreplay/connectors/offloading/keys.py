@@ -27,10 +27,12 @@ class KeySpace:
         self._marks = Marks(self.num_keys)
         self._last: tuple[Keys, NDArray[np.int64]] = NO_KEYS, NO_KEYS
         """Of whom the positions were asked for last: several parties ask about the same."""
+        self._run: Keys | None = None
+        self._ends: dict[int, NDArray[np.int64]] = {}
 
     def make(self, block_keys: KeyArray, group: int, ends: NDArray[np.int64]) -> Keys:
         """The keys of the prefixes whose last hash blocks are `block_keys`; `ends`: their tokens."""
-        keys: Keys = block_keys * self.num_groups + group
+        keys: Keys = block_keys if self.num_groups == 1 else block_keys * self.num_groups + group
         self.note(keys, ends)
         return keys
 
@@ -41,6 +43,22 @@ class KeySpace:
             self._positions = grown(self._positions, int(keys.max()))
             self._positions[keys] = ends
         self._last = NO_KEYS, NO_KEYS
+
+    def ends(self, count: int, size: int) -> NDArray[np.int64]:
+        """Where the first so many chunks of `size` tokens end. To be read only."""
+        ends = self._ends.get(size)
+        if ends is None or len(ends) < count:
+            ends = self._ends[size] = np.arange(1, 2 * count + 64) * size
+        return ends[:count]
+
+    def note_run(self, keys: Keys, positions: NDArray[np.int64]) -> None:
+        """These are about to be asked for: of one group, in the order of their positions, which are the noted ones."""
+        self._last = keys, positions
+        self._run = keys
+
+    def is_run(self, keys: Keys) -> bool:
+        """Whether this very array is what `note_run` was last told of."""
+        return keys is self._run
 
     def positions(self, keys: Keys) -> NDArray[np.int64]:
         last, positions = self._last

@@ -50,7 +50,8 @@ class JobLedger:
         job_id = self._next_id
         self._next_id += 1
         self.jobs[job_id] = job
-        self.fence(job_id, job.fenced)
+        if len(job.fenced):
+            self.fence(job_id, job.fenced)
         return job_id
 
     @property

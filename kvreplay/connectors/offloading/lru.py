@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreplay.connectors.offloading.access import RequestAccess
-from kvreplay.connectors.offloading.arrays import NO_CHUNKS, ChunkIds, Keys, Mask
+from kvreplay.connectors.offloading.arrays import NO_CHUNKS, NOWHERE, ChunkIds, Keys, Mask
 from kvreplay.connectors.offloading.chunks import UNUSED, ChunkTable
 from kvreplay.connectors.offloading.context import RequestContext
 from kvreplay.connectors.offloading.keys import KeySpace
@@ -58,11 +58,12 @@ class LRUPolicy:
 
     def insert(self, keys: Keys, chunk_ids: ChunkIds, context: RequestContext) -> None:
         positions = self._space.positions(keys)
-        if len(keys) == 1 and positions[0]:
-            tail_first = (_MAX_POSITION - int(positions[0])) << _GROUP_BITS
+        if len(keys) == 1 and positions.item():
+            tail_first = (_MAX_POSITION - positions.item()) << _GROUP_BITS
             rank = self._rank_of(context)
-            self._places[chunk_ids[0]] = (rank << _RANK_SHIFT) + tail_first + int(keys[0]) % self._space.num_groups
-        elif positions.all():
+            group = keys.item() % self._space.num_groups
+            self._places[chunk_ids.item()] = (rank << _RANK_SHIFT) + tail_first + group
+        elif self._space.is_run(keys) or positions.all():
             self._places[chunk_ids] = self._places_of(keys, positions, self._rank_of(context))
         else:
             for index, chunk_id in enumerate(chunk_ids.tolist()):
@@ -93,19 +94,27 @@ class LRUPolicy:
     def on_request_access(self, keys: Keys, chunk_ids: ChunkIds, context: RequestContext) -> None:
         """Up only: what someone else has ranked higher stays there."""
         rank = self._rank_of(context)
-        if chunk_ids.max() < 0:
+        if chunk_ids is NOWHERE:
             return
         is_there = chunk_ids >= 0
-        keys, chunk_ids = keys[is_there], chunk_ids[is_there]
+        num_there = np.count_nonzero(is_there)
+        if num_there < len(keys):
+            if not num_there:
+                return
+            keys, chunk_ids = keys[is_there], chunk_ids[is_there]
         positions = self._space.positions(keys)
-        if not positions.all():
+        if not self._space.is_run(keys) and not positions.all():
             keys, chunk_ids, positions = keys[positions > 0], chunk_ids[positions > 0], positions[positions > 0]
         places = self._places_of(keys, positions, rank)
         rises = self._places[chunk_ids] < places
-        risen = chunk_ids[rises]
-        self._places[risen] = places[rises]
-        self._leave_run(risen)
-        self._note_evictable(risen)
+        num_risen = np.count_nonzero(rises)
+        if num_risen < len(keys):
+            if not num_risen:
+                return
+            chunk_ids, places = chunk_ids[rises], places[rises]
+        self._places[chunk_ids] = places
+        self._leave_run(chunk_ids)
+        self._note_evictable(chunk_ids)
 
     def on_request_finished(self, keys: Keys, access: RequestAccess) -> None:
         self._give_fresh_ranks(self._present(keys[::-1]))
@@ -116,8 +125,11 @@ class LRUPolicy:
         return used[np.argsort(self._places[used])]
 
     def _places_of(self, keys: Keys, positions: NDArray[np.int64], rank: int) -> _Places:
-        places: _Places = (rank << _RANK_SHIFT) + ((_MAX_POSITION - positions) << _GROUP_BITS)
-        return places if self._space.num_groups == 1 else places + self._space.groups(keys)
+        places: _Places = positions * -(1 << _GROUP_BITS)
+        places += (rank << _RANK_SHIFT) + (_MAX_POSITION << _GROUP_BITS)
+        if self._space.num_groups > 1:
+            places += self._space.groups(keys)
+        return places
 
     def _rank_of(self, context: RequestContext) -> int:
         if context.rank is None or context.rank_generation != self._generation:
@@ -128,26 +140,24 @@ class LRUPolicy:
 
     def _give_fresh_ranks(self, chunk_ids: ChunkIds) -> None:
         """One after another: the last is the most recent."""
-        ranks = np.arange(self._next_rank + 1, self._next_rank + 1 + len(chunk_ids))
+        first = ((self._next_rank + 1) << _RANK_SHIFT) + (_MAX_POSITION << _GROUP_BITS)
         self._next_rank += len(chunk_ids)
         # No run covers them: they come after all ranks that there were when it was made.
-        self._places[chunk_ids] = (ranks << _RANK_SHIFT) + (_MAX_POSITION << _GROUP_BITS)
+        self._places[chunk_ids] = np.arange(first, first + (len(chunk_ids) << _RANK_SHIFT), 1 << _RANK_SHIFT)
         self._leave_run(chunk_ids)
 
     def _present(self, keys: Keys) -> ChunkIds:
-        chunk_ids = self._chunks.find(keys)
-        return chunk_ids[chunk_ids >= 0]
+        slots = self._chunks.slots(keys)
+        if np.count_nonzero(slots) < len(slots):
+            slots = slots[slots > 0]
+        return slots - 1
 
     # -- victims ----------------------------------------------------------------------------------------------
 
     def evict(self, count: int, protected: ChunkIds) -> ChunkIds | None:
-        if count == 1 and not len(protected) and not self._late:
-            entry = self._cursor
-            if entry < len(self._run) and self._is_live[entry]:  # as below, for the many stores of a single chunk
-                self._cursor = entry + 1
-                victim = self._run[entry : entry + 1]
-                self._chunks.take_out(victim)
-                return victim
+        victims_ahead = self._ahead(count, protected)
+        if victims_ahead is not None:
+            return victims_ahead
         spared = protected[self._chunks.ref_counts[protected] == 0] if len(protected) else protected
         if count > self._chunks.num_evictable - len(spared):
             return None
@@ -167,6 +177,28 @@ class LRUPolicy:
         if len(victims) == 1:
             return victims[0]
         return np.concatenate(victims) if victims else NO_CHUNKS
+
+    def _ahead(self, count: int, protected: ChunkIds) -> ChunkIds | None:
+        """As `evict`, where victims are simply the run's next entries, none of them spared."""
+        start, end = self._cursor, self._cursor + count
+        if end > len(self._run) or np.count_nonzero(self._is_live[start:end]) < count:
+            return None
+        if self._late and self._late[0][0] < self._run_places.item(end - 1):
+            return None
+        if len(protected) and (
+            count > self._chunks.num_evictable - len(protected)
+            or np.count_nonzero(self._is_live[self._entry_of[protected]])
+        ):
+            return None
+        victims = self._run[start:end]
+        self._pass(end)
+        self._chunks.take_out(victims)
+        return victims
+
+    def _pass(self, end: int) -> None:
+        """The run goes on there."""
+        self._is_live[self._cursor : end] = False
+        self._cursor = end
 
     def clear(self) -> None:
         self._next_rank = 0
@@ -199,7 +231,7 @@ class LRUPolicy:
             late = self._from_heap(count, below=int(places[-1]) if is_full else self._horizon + 1)
             if late:
                 ids = self._merged(ids, places, late, count)
-        self._cursor = end
+        self._pass(end)
         return ids
 
     def _merged(self, ids: ChunkIds, places: _Places, late: list[tuple[int, int]], count: int) -> ChunkIds:
@@ -251,7 +283,7 @@ class LRUPolicy:
         if self._horizon < 0 or not len(chunk_ids):
             return
         places = self._places[chunk_ids]
-        if int(places.min()) > self._horizon:
+        if places.item(places.argmin()) > self._horizon:
             return
         covered = (places <= self._horizon) & (self._chunks.ref_counts[chunk_ids] == 0)
         for place, chunk_id in zip(places[covered].tolist(), chunk_ids[covered].tolist(), strict=True):

@@ -28,11 +28,15 @@ LookupResults = NDArray[np.int8]
 
 
 class StorePlan(NamedTuple):
-    """What `prepare_store` accepted of an offer: where each key goes, and whom it displaced."""
+    """What `prepare_store` accepted of an offer: where each key goes, and whom it displaced.
+
+    `first`: where in the offer they begin, if all from there on were accepted; -1: look for them.
+    """
 
     keys: Keys
     chunk_ids: ChunkIds
     evicted: Keys
+    first: int = -1
 
 
 class OffloadingEvent(NamedTuple):

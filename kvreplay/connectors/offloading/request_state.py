@@ -1,9 +1,11 @@
 """What the connector keeps of a request while it lives, and until its last job is reported."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvreplay.connectors.offloading.arrays import NO_KEYS, Keys
 from kvreplay.connectors.offloading.context import OffloadPolicy, RequestContext
@@ -54,7 +56,7 @@ class GroupState:
     left the window. `next_stored_chunk_idx`: chunks below have been offered.
     """
 
-    __slots__ = ("_all_keys", "group", "lookup_hit_end", "next_stored_chunk_idx", "num_keys", "table")
+    __slots__ = ("_all_keys", "_ends", "group", "lookup_hit_end", "next_stored_chunk_idx", "num_keys", "table")
 
     def __init__(self, group: OffloadGroup) -> None:
         self.group = group
@@ -64,6 +66,8 @@ class GroupState:
         self.lookup_hit_end = 0
         """Exclusive end of the chunks that the last lookup found ready, a drafter's surplus one included."""
         self._all_keys: Keys = NO_KEYS
+        self._ends: NDArray[np.int64] = NO_KEYS
+        """Where the prefixes of these end."""
 
     @property
     def keys(self) -> Keys:
@@ -78,9 +82,15 @@ class GroupState:
         if num_keys > len(self._all_keys):
             hashes_per_chunk = self.group.tokens_per_chunk // tokens_per_hash
             block_keys = request.content.block_keys[hashes_per_chunk - 1 :: hashes_per_chunk]
-            ends = np.arange(1, len(block_keys) + 1) * self.group.tokens_per_chunk
-            self._all_keys = space.make(block_keys, index, ends)
+            self._ends = space.ends(len(block_keys), self.group.tokens_per_chunk)
+            self._all_keys = space.make(block_keys, index, self._ends)
         self.num_keys = num_keys
+
+    def run(self, start: int, end: int, space: KeySpace) -> Keys:
+        """The keys of chunks [start, end), which the manager is about to be asked about."""
+        keys = self._all_keys[start:end]
+        space.note_run(keys, self._ends[start:end])
+        return keys
 
     def storable_chunks(self, num_tokens: int, *, holds_back_last: bool, clamps_to_blocks: bool) -> int:
         """Leading chunks with tokens, blocks and keys. `holds_back_last`: the last may still be rewritten."""
@@ -141,11 +151,13 @@ class RequestState:
         """Take in the chunks that have become complete since the last time."""
         if self.request.num_tokens in self._noticed:
             return
+        start, end = 0, sys.maxsize
         for index, state in enumerate(self.groups):
             state.notice_keys(index, self.request, self._space, self._tokens_per_hash)
-        starts = [state.num_keys * state.group.tokens_per_chunk for state in self.groups]
-        ends = [start + state.group.tokens_per_chunk for start, state in zip(starts, self.groups, strict=True)]
-        self._noticed = range(max(starts), min(ends))
+            size = state.group.tokens_per_chunk
+            noticed = state.num_keys * size
+            start, end = max(start, noticed), min(end, noticed + size)
+        self._noticed = range(start, end)
 
     def boundary_key(self, index: int, boundary: int) -> int:
         """The key of the prefix that ends at `boundary`, which need not be the end of a chunk."""

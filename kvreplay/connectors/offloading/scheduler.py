@@ -76,6 +76,7 @@ class OffloadingScheduler:
         self._mirrored = tuple(
             index for index, group in enumerate(layout.groups) if mirrors_states or not group.is_aligned_state
         )
+        self._group_ids = tuple(group.group_id for group in layout.groups)
         self._watched = tuple(index for index in layout.windowed if index in self._mirrored)
         """Groups of which an id may have to be forgotten."""
         self.follows_windows = not layout.offload_prompt_only
@@ -221,14 +222,32 @@ class OffloadingScheduler:
 
     def build_connector_meta(self, out: SchedulerOutput) -> OffloadingConnectorMetadata | None:
         """Once per schedule(), with what that has decided. None: the workers need not hear of this step."""
-        return self.build_meta(step_of(out, is_of_interest=self._is_of_interest))
+        states = out.boundary_states
+        shares = [
+            share for share in out.shares if self._is_of_interest(share) or share.request.request_id in states
+        ]
+        if not (shares or out.finished_req_ids or out.preempted or out.block_copies or out.boundary_states) and not (
+            self.load_jobs or self._sync_load_tokens or self._jobs_to_flush or self._allocated
+        ):
+            return self._build_nothing(has_forward=out.total_num_scheduled_tokens > 0)
+        return self.build_meta(step_of(out, shares))
 
     def _is_of_interest(self, share: Share) -> bool:
         """Whether anything follows from a share: blocks that it got, or something to offer."""
-        if share.admitted or any(len(block_ids) for block_ids in share.new_blocks):
+        if share.admitted:
             return True
-        state = self.states[share.request.request_id]
-        return not self.stores.is_settled(state)
+        for block_ids in share.new_blocks:
+            if len(block_ids):
+                return True
+        return not self.stores.is_settled(self.states[share.request.request_id])
+
+    def _build_nothing(self, *, has_forward: bool) -> OffloadingConnectorMetadata | None:
+        """`build_meta` for a step in which nothing has been decided."""
+        self.manager.on_schedule_end()
+        if not self._owes_stores:
+            return None
+        self._owes_stores = False
+        return OffloadingConnectorMetadata(has_forward=has_forward)
 
     def build_meta(self, step: OffloadStep) -> OffloadingConnectorMetadata | None:
         """Orders for the workers; what was gathered in this step is spent."""
@@ -240,8 +259,10 @@ class OffloadingScheduler:
         store_jobs: dict[int, TransferJob] = {}
         if step.handoffs:
             store_jobs = {job.job_id: job for job in self._handoffs.build(step, self.states)}
-        if step.requests or step.finished:
-            store_jobs.update(self._build_stores(step))
+        for share in step.requests:
+            self._build_store(share.request_id, share.num_computed_tokens + share.num_scheduled_tokens, store_jobs)
+        for req_id in step.finished:
+            self._build_store(req_id, 0, store_jobs)
         if self.layout.windowed:
             self._note_settled(step)
         self.lookup_version += bool(store_jobs or self.load_jobs)
@@ -279,10 +300,12 @@ class OffloadingScheduler:
                 state.clear_tables()
                 blocks = state.admitted_tables if blocks is None else blocks
             if blocks is not None:
-                lengths_before[share.request_id] = [len(group.table) for group in state.groups]
+                if self._watched:
+                    lengths_before[share.request_id] = [len(group.table) for group in state.groups]
                 state.extend_tables(blocks)
                 if blocks is not state.admitted_tables:
-                    self._allocated += [blocks[group.group_id] for group in self.layout.groups]
+                    for group_id in self._group_ids:
+                        self._allocated.append(blocks[group_id])
         if step.copied_to:
             self._allocated.append(step.copied_to)
         if self._watched and any(len(block_ids) for block_ids in self._allocated):
@@ -348,25 +371,19 @@ class OffloadingScheduler:
         """What the sources of a load are asked by; all come from the CPU tier where there is no other."""
         return () if self.manager.lookup_is_pure else self.ledger.jobs[job.job_id].keys.tolist()
 
-    def _build_stores(self, step: OffloadStep) -> dict[int, TransferJob]:
-        """Requests in scheduling order, then those that have ended."""
-        jobs: dict[int, TransferJob] = {}
-        shares = [*step.requests, *(StepRequest(req_id, 0, 0, None) for req_id in step.finished)]
-        for share in shares:
-            state = self.states.get(share.request_id)
-            if state is None:
-                continue
-            job = self.stores.build(state, share)
-            if job is None:
-                continue
-            jobs[job.job_id] = job
-            if state.request.status.is_finished:
-                # Its blocks have been freed already: some may belong to others as of this step.
-                deferred = self.ledger.jobs[job.job_id].deferred_fence
-                self.ledger.fence(job.job_id, deferred)
-                if not self._allocated_set().isdisjoint(listed(deferred)):
-                    self._jobs_to_flush.add(job.job_id)
-        return jobs
+    def _build_store(self, req_id: str, num_computed: int, jobs: dict[int, TransferJob]) -> None:
+        """What a request offers now, if it is accepted. `num_computed`: its tokens at the end of the step."""
+        state = self.states.get(req_id)
+        job = self.stores.build(state, num_computed) if state is not None else None
+        if state is None or job is None:
+            return
+        jobs[job.job_id] = job
+        if state.request.status.is_finished:
+            # Its blocks have been freed already: some may belong to others as of this step.
+            deferred = self.ledger.jobs[job.job_id].deferred_fence
+            self.ledger.fence(job.job_id, deferred)
+            if self._allocated and not self._allocated_set().isdisjoint(listed(deferred)):
+                self._jobs_to_flush.add(job.job_id)
 
     def _sign_off(self, req_id: str) -> None:
         state = self.states.get(req_id)
@@ -506,31 +523,30 @@ class OffloadingScheduler:
         return True
 
 
-def step_of(out: SchedulerOutput, is_of_interest: Callable[[Share], bool] | None = None) -> OffloadStep:
+def step_of(out: SchedulerOutput, shares: Iterable[Share] | None = None) -> OffloadStep:
     """An engine's step. Requests in lockstep are not shown: there is nothing to store of them.
 
-    `is_of_interest`: of requests that hand over no state, only these shares are shown.
+    `shares`: those that are shown; None: all.
     """
     return OffloadStep(
-        requests=[
+        [
             StepRequest(
                 share.request.request_id,
                 share.start,
                 share.num_tokens,
                 None if share.admitted else share.new_blocks,
-                is_full_table=share.admitted,
-                shared_prefix_boundary=share.request.shared_prefix_boundary,
+                share.admitted,
+                share.request.shared_prefix_boundary,
             )
-            for share in out.shares
-            if is_of_interest is None or is_of_interest(share) or share.request.request_id in out.boundary_states
+            for share in (out.shares if shares is None else shares)
         ],
-        preempted=out.preempted,
-        finished=out.finished_req_ids,
-        copied_to=[destination for _, destination in out.block_copies],
-        handoffs={
-            request_id: [Handoff(*state) for state in states] for request_id, states in out.boundary_states.items()
-        },
-        has_forward=out.total_num_scheduled_tokens > 0,
+        out.preempted,
+        out.finished_req_ids,
+        [destination for _, destination in out.block_copies] if out.block_copies else (),
+        {request_id: [Handoff(*state) for state in states] for request_id, states in out.boundary_states.items()}
+        if out.boundary_states
+        else {},
+        out.total_num_scheduled_tokens > 0,
     )
 
 

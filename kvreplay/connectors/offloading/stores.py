@@ -18,8 +18,8 @@ from kvreplay.connectors.offloading.ledger import Job, JobLedger
 from kvreplay.connectors.offloading.manager import OffloadingManager, StorePlan
 from kvreplay.connectors.offloading.reachable import Horizon, StoreMask
 from kvreplay.connectors.offloading.request_state import GroupState, RequestState
-from kvreplay.connectors.offloading.structs import GpuBlocks, StepRequest, TransferJob
-from kvreplay.engine.request import RequestStatus
+from kvreplay.connectors.offloading.structs import GpuBlocks, TransferJob
+from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.errors import EngineFatal
 from kvreplay.kv.prefix_cache import BlockIds
 
@@ -71,9 +71,12 @@ class StoreBuilder:
         self._on_allocation_failure = on_allocation_failure
         self._clamps_aborted = behaviour.abort_clamp == "blocks"
         self._keeps_last_at_end = behaviour.eagle_lookup == "narrow"
+        self._nothing = [0] * len(layout.groups)
         of_tables = [layout.groups[index] for index in mirrored]
         self._ends_matter = any(group.is_windowed or group.is_drafter for group in of_tables)
         """Whether a request's end has more to offer than its last step: of windows and drafters."""
+        self._is_plain = len(of_tables) == 1 and not self._ends_matter
+        """Tables of one group are followed, and all of it counts."""
         self.masks = tuple(
             StoreMask(
                 group,
@@ -95,12 +98,52 @@ class StoreBuilder:
         """Whether there will be nothing more to offer before the request ends."""
         return self._layout.offload_prompt_only and state.settled_tokens == state.storable_prompt_tokens
 
-    def build(self, state: RequestState, share: StepRequest) -> TransferJob | None:
-        """Offer what is complete at the end of this share; the copy of what was accepted."""
-        num_tokens = self.storable_tokens(state, self._tokens_after(state, share))
-        has_ended = state.request.status.is_finished
+    def build(self, state: RequestState, num_computed: int) -> TransferJob | None:
+        """Offer what is complete at the end of a step; the copy of what was accepted. `num_computed`: tokens that a
+        request which runs on has then."""
+        request = state.request
+        has_ended = request.status.is_finished
+        num_tokens = self.storable_tokens(state, self._tokens_at_end(request) if has_ended else num_computed)
         if num_tokens == state.settled_tokens and not (has_ended and self._ends_matter):
             return None
+        if self._is_plain:
+            return self._build_plain(state, num_tokens, has_ended=has_ended)
+        return self._build_any(state, num_tokens)
+
+    def _build_plain(self, state: RequestState, num_tokens: int, *, has_ended: bool) -> TransferJob | None:
+        """As `_build_any` where tables of one group are followed, and all of it counts."""
+        group_state = state.mirrored[0]
+        size = group_state.group.blocks_per_chunk
+        start = group_state.next_stored_chunk_idx
+        end = group_state.storable_chunks(
+            num_tokens, holds_back_last=False, clamps_to_blocks=self._clamps_aborted or not has_ended
+        )
+        if end <= start:
+            state.settled_tokens = num_tokens
+            return None
+        blocks = group_state.table.ids[start * size : end * size]
+        if len(blocks) < (end - start) * size or np.count_nonzero(blocks) < len(blocks):
+            return self._build_any(state, num_tokens)
+        keys = group_state.run(start, end, self._space)
+        plan = self._manager.prepare_store(keys, state.context)
+        if plan is None:
+            self._on_allocation_failure(state.request.request_id)
+            return None
+        group_state.next_stored_chunk_idx = end
+        state.settled_tokens = num_tokens
+        if not len(plan.keys):
+            return None
+        first = 0 if len(plan.keys) == len(keys) else plan.first
+        if first < 0:
+            return self._job(state, [_Offer(start, None, keys)], plan)
+        self._check_others(state)
+        sizes, places = self._nothing.copy(), self._nothing.copy()
+        sizes[self._mirrored[0]] = len(blocks) - first * size
+        places[self._mirrored[0]] = (start + first) * size
+        gpu = GpuBlocks(blocks[first * size :].copy(), tuple(sizes), tuple(places))
+        return self.open(state, plan.keys, gpu, plan.chunk_ids, fenced=(), deferred_fence=gpu.block_ids)
+
+    def _build_any(self, state: RequestState, num_tokens: int) -> TransferJob | None:
         ranges = [self._range(state, group_state, num_tokens) for group_state in state.mirrored]
         offers = [
             self._offer(state, index, chunks_range) for index, chunks_range in zip(self._mirrored, ranges, strict=True)
@@ -116,11 +159,8 @@ class StoreBuilder:
             return None
         return self._job(state, offers, plan)
 
-    def _tokens_after(self, state: RequestState, share: StepRequest) -> int:
-        """Tokens whose KV is there after this step. The last sampled token's slot is never written."""
-        request = state.request
-        if not request.status.is_finished:
-            return share.num_computed_tokens + share.num_scheduled_tokens
+    def _tokens_at_end(self, request: Request) -> int:
+        """Tokens whose KV is there. The last sampled token's slot is never written."""
         if request.status is RequestStatus.FINISHED_ABORTED and self._clamps_aborted:
             return request.num_computed_tokens
         return max(request.num_prompt_tokens, request.num_tokens - 1)
@@ -226,8 +266,7 @@ class StoreBuilder:
     # -- the copy ---------------------------------------------------------------------------------------------
 
     def _job(self, state: RequestState, offers: list[_Offer], plan: StorePlan) -> TransferJob:
-        if any(not self._ledger.jobs[job_id].tolerates_others for job_id in state.jobs):
-            raise EngineFatal("AssertionError", "_build_store_jobs: a load is pending")
+        self._check_others(state)
         takes_all = len(plan.keys) == sum(len(offer.keys) for offer in offers)
         sources: list[tuple[BlockIds, int]] = [(_NO_BLOCKS, 0)] * len(state.groups)
         for index, offer in zip(self._mirrored, offers, strict=True):
@@ -245,6 +284,11 @@ class StoreBuilder:
                 kinds[group.is_windowed].append(blocks)
             fenced, deferred = _joined(kinds[True]), _joined(kinds[False])
         return self.open(state, plan.keys, gpu, plan.chunk_ids, fenced=fenced, deferred_fence=deferred)
+
+    def _check_others(self, state: RequestState) -> None:
+        for job_id in state.jobs:
+            if not self._ledger.jobs[job_id].tolerates_others:
+                raise EngineFatal("AssertionError", "_build_store_jobs: a load is pending")
 
     def _source(self, group_state: GroupState, offer: _Offer, is_accepted: Mask | None) -> tuple[BlockIds, int]:
         """Blocks of the chunks that were accepted (None: all), and the first one's place in the table."""
