@@ -69,7 +69,7 @@ def manager_state(manager: CPUOffloadingManager, labels: KeyNames) -> dict[str, 
     chunks = manager.chunks
 
     def rows(chunk_ids: ChunkIds | list[int]) -> list[list[Any]]:
-        ids = np.asarray(chunk_ids, np.int32)
+        ids = np.asarray(chunk_ids, np.int64)
         columns = labels.names(chunks.keys[ids]), ids.tolist(), chunks.ref_counts[ids].tolist()
         return [list(row) for row in zip(*columns, strict=True)]
 

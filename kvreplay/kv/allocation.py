@@ -3,7 +3,7 @@
 import mmap
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,19 +13,24 @@ from kvreplay.kv.content import WordArray
 if TYPE_CHECKING:
     from torch import Tensor
 
+Item = TypeVar("Item", bound=np.generic)
 
-def lazy_zeros(count: int) -> NDArray[np.int32]:
+
+@overload
+def lazy_zeros(count: int) -> NDArray[np.int32]: ...
+@overload
+def lazy_zeros(count: int, dtype: np.dtype[Item]) -> NDArray[Item]: ...
+def lazy_zeros(count: int, dtype: np.dtype[Any] = np.dtype(np.int32)) -> NDArray[Any]:  # noqa: B008 - a constant
     """Zeros in small pages of the operating system: a cell per key of the whole workload is cheap. (numpy asks for
     huge pages, of which a few keys touch nearly all.)"""
     count = max(count, 1)
     if sys.platform == "win32":
-        return np.zeros(count, np.int32)
-    memory = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return np.zeros(count, dtype)
+    memory = mmap.mmap(-1, dtype.itemsize * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages does not know the word
             memory.madvise(mmap.MADV_NOHUGEPAGE)
-    zeros: NDArray[np.int32] = np.frombuffer(memory, np.int32)
-    return zeros
+    return np.frombuffer(memory, dtype)
 
 
 def words_and_tensor(num_blocks: int, num_words: int) -> "tuple[WordArray, Tensor]":

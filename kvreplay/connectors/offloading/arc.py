@@ -86,7 +86,7 @@ class ARCPolicy:
         chosen = self._choose(count, set(self._chunks.keys[protected].tolist()))
         if chosen is None:
             return None
-        victims = np.empty(count, np.int32)
+        victims = np.empty(count, np.int64)
         for index, (key, is_recent) in enumerate(chosen):
             entries, ghosts = (self.t1, self.b1) if is_recent else (self.t2, self.b2)
             victims[index] = entries.pop(key)

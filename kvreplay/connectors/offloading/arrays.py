@@ -1,7 +1,7 @@
 """Arrays over offload keys and chunks."""
 
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,12 +9,14 @@ from numpy.typing import NDArray
 from kvreplay.kv.allocation import lazy_zeros
 
 Keys: TypeAlias = NDArray[np.int64]
-ChunkIds: TypeAlias = NDArray[np.int32]
+ChunkIds: TypeAlias = NDArray[np.int64]
+"""Of 64 bits, as numpy wants its indices: others it converts first, which takes longer than the rest."""
 Mask: TypeAlias = NDArray[np.bool_]
+Cells = TypeVar("Cells", NDArray[np.int32], NDArray[np.int64])
 
 NO_KEYS: Keys = np.empty(0, np.int64)
-NO_CHUNKS: ChunkIds = np.empty(0, np.int32)
-NOWHERE: ChunkIds = np.array([-1], np.int32)
+NO_CHUNKS: ChunkIds = np.empty(0, np.int64)
+NOWHERE: ChunkIds = np.array([-1], np.int64)
 """Says of any number of keys that none has a chunk. Compared by identity."""
 
 
@@ -26,11 +28,11 @@ def without_repeats(keys: Keys) -> Iterator[Keys]:
         keys = np.delete(keys, first)
 
 
-def grown(cells: NDArray[np.int32], key: int) -> NDArray[np.int32]:
+def grown(cells: Cells, key: int) -> Cells:
     """`cells`, or a longer copy that has a cell for `key`."""
     if key < len(cells):
         return cells
-    longer = lazy_zeros(max(key + 1, 2 * len(cells)))
+    longer: Cells = lazy_zeros(max(key + 1, 2 * len(cells)), cells.dtype)
     longer[: len(cells)] = cells
     return longer
 

@@ -25,14 +25,14 @@ class ChunkTable:
         self.ref_counts = np.full(num_chunks + 1, UNUSED, np.int32)
         self.count_of = self.ref_counts.data
         """The same for single chunks."""
-        self._free = np.zeros(num_chunks, np.int32)
+        self._free = np.zeros(num_chunks, np.int64)
         """Slots given back; the first `_num_given_back` count, the last of them goes first."""
         self._num_given_back = 0
         self.num_allocated = 0
         self.num_evictable = 0
         """Chunks that are ready and have no user."""
         self.num_write_pending = 0
-        self._use_slots(lazy_zeros(num_keys))
+        self._use_slots(lazy_zeros(num_keys, np.dtype(np.int64)))
 
     def _use_slots(self, slots: ChunkIds) -> None:
         self._slots = slots
@@ -69,7 +69,7 @@ class ChunkTable:
         assert len(keys) <= self.num_free
         num_fresh = min(len(keys), self.num_chunks - self.num_allocated)
         num_reused = len(keys) - num_fresh
-        chunk_ids = np.empty(len(keys), np.int32)
+        chunk_ids = np.empty(len(keys), np.int64)
         if num_fresh:
             chunk_ids[:num_fresh] = np.arange(self.num_allocated, self.num_allocated + num_fresh)
             self.num_allocated += num_fresh
@@ -115,7 +115,7 @@ class ChunkTable:
             chunk_ids = self._free[left : left + 1].copy()
             self._num_given_back = left
         else:
-            chunk_ids = np.array([self.num_allocated], np.int32)
+            chunk_ids = np.array([self.num_allocated], np.int64)
             self.num_allocated += 1
         chunk_id, key = chunk_ids.item(), keys.item()
         self.keys[chunk_id] = key

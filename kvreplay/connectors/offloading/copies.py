@@ -3,7 +3,7 @@
 A job's first chunk in a group may begin before its first block: those sub-blocks are skipped.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,19 +28,23 @@ class GroupCopy(NamedTuple):
     places: Places
 
 
-def group_copies(job: TransferJob, layout: OffloadLayout) -> Iterator[GroupCopy]:
+def group_copies(job: TransferJob, layout: OffloadLayout) -> Iterable[GroupCopy]:
     """Raises EngineFatal where the chunks do not match the blocks, as the copy engine's assertions do."""
+    if layout.blocks_per_chunk == 1 and len(job.chunk_ids) == len(job.gpu.block_ids):
+        return _one_for_one(job, layout)
+    return _spread(job, layout)
+
+
+def _spread(job: TransferJob, layout: OffloadLayout) -> Iterator[GroupCopy]:
+    """The same for chunks of several blocks, and whatever does not match."""
     size = layout.blocks_per_chunk
-    if size == 1 and len(job.chunk_ids) == len(job.gpu.block_ids):
-        yield from _one_for_one(job, layout)
-        return
     next_block = next_chunk = 0
     for group, num_blocks, first in zip(layout.groups, job.gpu.group_sizes, job.gpu.block_indices, strict=True):
         if not num_blocks:
             continue
         skipped = first % size
         num_chunks = -(-(num_blocks + skipped) // size)
-        chunk_ids = job.chunk_ids[next_chunk : next_chunk + num_chunks].astype(np.int64)
+        chunk_ids = job.chunk_ids[next_chunk : next_chunk + num_chunks]
         _engine_asserts(len(chunk_ids) == num_chunks, "end_offset <= num_blocks")
         places = chunk_ids
         if size > 1:
@@ -52,26 +56,28 @@ def group_copies(job: TransferJob, layout: OffloadLayout) -> Iterator[GroupCopy]
     _engine_asserts(next_chunk == len(job.chunk_ids), "src_offset == num_src_blocks")
 
 
-def _one_for_one(job: TransferJob, layout: OffloadLayout) -> Iterator[GroupCopy]:
+def _one_for_one(job: TransferJob, layout: OffloadLayout) -> list[GroupCopy]:
     """The same for chunks of one block."""
-    places = job.chunk_ids.astype(np.int64)
+    gpu, places = job.gpu, job.chunk_ids
+    sizes = gpu.group_sizes
+    if len(places) in sizes:  # all are one group's
+        return [GroupCopy(layout.groups[sizes.index(len(places))].group_id, gpu.block_ids, places)]
+    copies = []
     start = 0
-    for group, num_blocks in zip(layout.groups, job.gpu.group_sizes, strict=True):
-        if num_blocks == len(places):
-            yield GroupCopy(group.group_id, job.gpu.block_ids, places)
-            return
+    for group, num_blocks in zip(layout.groups, sizes, strict=True):
         if num_blocks:
             end = start + num_blocks
-            yield GroupCopy(group.group_id, job.gpu.block_ids[start:end], places[start:end])
+            copies.append(GroupCopy(group.group_id, gpu.block_ids[start:end], places[start:end]))
             start = end
+    return copies
 
 
 def size_bytes(job: TransferJob, layout: OffloadLayout) -> int:
     """On one rank."""
     size_bytes = 0
-    for group, size in zip(layout.groups, job.gpu.group_sizes, strict=True):
+    for index, size in enumerate(job.gpu.group_sizes):
         if size:
-            size_bytes += size * group.bytes_per_block
+            size_bytes += size * layout.groups[index].bytes_per_block
     return size_bytes
 
 

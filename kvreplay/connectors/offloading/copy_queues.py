@@ -94,7 +94,12 @@ class CopyQueues:
     @property
     def has_report(self) -> bool:
         """Whether the head of some queue is over."""
-        return any(copies and copies[0].result is not None for copies in self._queues.values())
+        stores, loads, sync_loads = self._queues.values()
+        return bool(
+            (stores and stores[0].result is not None)
+            or (loads and loads[0].result is not None)
+            or (sync_loads and sync_loads[0].result is not None)
+        )
 
     def handle(self, envelope: Envelope, now_ns: int) -> None:
         """A completion event arrives. That of a copy that has been given up comes too late."""
@@ -182,8 +187,9 @@ class CopyQueues:
 
     def _schedule(self, copy: _Copy) -> None:
         copy.deadlines = []
-        if copy.end_ns < FOREVER_NS:
-            copy.deadlines.append(self._deadlines.at(copy.end_ns, self._on_end, copy))
+        end_ns = copy.end_ns
+        if end_ns < FOREVER_NS:
+            copy.deadlines.append(self._deadlines.at(end_ns, self._on_end, copy))
         if self._timeout_ns is not None and copy.start_ns < FOREVER_NS:
             copy.deadlines.append(self._deadlines.at(self._limit_ns(copy), self._on_timeout, copy))
 

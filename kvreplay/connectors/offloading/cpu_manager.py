@@ -95,7 +95,7 @@ class CPUOffloadingManager:
     def lookup_many(self, keys: Keys, context: RequestContext) -> LookupResults:
         slots = self.chunks.slots(keys)
         results: LookupResults = (slots > 0).view(np.int8)  # MISS or HIT
-        if self.chunks.num_write_pending:
+        if self.chunks.num_write_pending and np.count_nonzero(results):
             results += self.chunks.is_pending(slots - 1)  # HIT_PENDING
         return results
 
@@ -225,9 +225,7 @@ class CPUOffloadingManager:
         self.policy.on_store_miss(new)
         missed.update(new.tolist())
 
-    def _insert(
-        self, keys: Keys, protected: ChunkIds, context: RequestContext, *, first: int = -1
-    ) -> StorePlan | None:
+    def _insert(self, keys: Keys, protected: ChunkIds, context: RequestContext, *, first: int = -1) -> StorePlan | None:
         """Give each a chunk. What that takes is evicted, all or nothing (None), and nothing of what is protected."""
         missing = len(keys) - self.chunks.num_free
         evicted = NO_KEYS

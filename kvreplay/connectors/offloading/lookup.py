@@ -42,17 +42,40 @@ class ChunkLookup:
         self.widens_drafters = widens_drafters
         self.chunks_being_loaded = chunks_being_loaded
         self.observer: Observer | None = None
+        self._is_plain = len(layout.groups) == 1 and not layout.windowed and not layout.groups[0].is_drafter
 
     def find(self, state: RequestState, max_new_tokens: int | None = None) -> int | None:
         """Tokens beyond the local hit that can be loaded; None: ask again later."""
         limit = _limit_of(state, max_new_tokens)
-        hit = _CompleteChunks(self, state).find(limit)
+        hit = self._find_plain(state, limit) if self._is_plain else _CompleteChunks(self, state).find(limit)
         state.partial_tail_boundary = None
         if hit is not None and self._is_being_loaded(state, hit):
             return None
         if hit is None or not self.layout.supports_partial_tail:
             return hit
         return _PartialTail(self, state, hit).find(limit)
+
+    def _find_plain(self, state: RequestState, limit: int | None) -> int | None:
+        """As `_CompleteChunks` where there is one group only, of full attention and no drafter's."""
+        group_state = state.groups[0]
+        size, num_keys = group_state.group.tokens_per_chunk, group_state.num_keys
+        local, end = state.num_local_tokens, state.request.num_tokens
+        group_state.lookup_hit_end = 0
+        assert num_keys >= end // size, state.request
+        if limit is not None:
+            end = min(end, local + limit)
+        end = min(end, num_keys * size)
+        if state.max_load_tokens is not None:
+            end -= end % size
+        if end - local < size:
+            return 0
+        first = local // size
+        num_hits = self.leading_hits(group_state.keys[first : -(-end // size)], state)
+        group_state.lookup_hit_end = first + (num_hits or 0)
+        if num_hits is None:
+            return None
+        hit = min(end, size * (first + num_hits)) - local
+        return hit if hit >= size else 0
 
     def _is_being_loaded(self, state: RequestState, hit: int) -> bool:
         """Whether another request is loading a chunk of this hit: it will then be found on the GPU."""
@@ -92,19 +115,18 @@ class ChunkLookup:
 
     def _leading_hits_at_once(self, keys: Keys, state: RequestState) -> int | None:
         """In ever longer parts: most scans end soon, or not at all."""
-        count, is_undecided = 0, False
+        count = 0
+        is_undecided = has_missed = False
         size = _FIRST_PART
-        while count < len(keys):
-            results = self.manager.lookup_many(keys[count : count + size], state.context)
-            is_hit = results == _HIT
-            if not is_hit.all():
-                misses = (results == _MISS).nonzero()[0]
-                num_hits = int(misses[0]) if len(misses) else len(results)
-                is_undecided |= not is_hit[:num_hits].all()
-                if len(misses):
-                    count += num_hits
-                    break
-            count += len(results)
+        while count < len(keys) and not has_missed:
+            # As bytes, which are searched faster than arrays.
+            results = self.manager.lookup_many(keys[count : count + size], state.context).tobytes()
+            num_hits = results.find(_MISS)
+            has_missed = num_hits >= 0
+            if not has_missed:
+                num_hits = len(results)
+            is_undecided |= results.count(_HIT, 0, num_hits) < num_hits
+            count += num_hits
             size *= 8
         return None if is_undecided else count
 

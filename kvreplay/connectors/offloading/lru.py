@@ -43,7 +43,7 @@ class LRUPolicy:
         self._run_places: _Places = _NO_PLACES
         self._is_live: Mask = np.zeros(1, np.bool_)
         """Of the run's entries from the cursor on; one cell more stands for chunks that are not in the run."""
-        self._entry_of: NDArray[np.int32] = np.full(chunks.num_chunks + 1, -1, np.int32)
+        self._entry_of: NDArray[np.int64] = np.full(chunks.num_chunks + 1, -1, np.int64)
         """Chunk → its place in the run."""
         self._cursor = 0
         self._horizon = -1
@@ -74,7 +74,7 @@ class LRUPolicy:
         if position.all():
             self._places[chunk_id] = self._places_of(key, position, self._rank_of(context))[0]
         else:
-            self._give_fresh_ranks(np.array([chunk_id], np.int32))
+            self._give_fresh_ranks(np.array([chunk_id], np.int64))
 
     def remove(self, keys: Keys, chunk_ids: ChunkIds) -> None:
         self._leave_run(chunk_ids)
@@ -121,7 +121,7 @@ class LRUPolicy:
 
     def ranking(self) -> ChunkIds:
         """All chunks in order of their places; those in use too."""
-        used = np.flatnonzero(self._chunks.ref_counts != UNUSED).astype(np.int32)
+        used = np.flatnonzero(self._chunks.ref_counts != UNUSED)
         return used[np.argsort(self._places[used])]
 
     def _places_of(self, keys: Keys, positions: NDArray[np.int64], rank: int) -> _Places:
@@ -238,7 +238,7 @@ class LRUPolicy:
         """The first `count` of both, in order. The others go into the heap."""
         late_places, late_ids = (np.array(column, np.int64) for column in zip(*late, strict=True))
         places = np.concatenate([places, late_places])
-        ids = np.concatenate([ids, late_ids.astype(np.int32)])
+        ids = np.concatenate([ids, late_ids])
         places, first = np.unique(places, return_index=True)
         ids = ids[first]
         for place, chunk_id in zip(places[count:].tolist(), ids[count:].tolist(), strict=True):
@@ -290,7 +290,7 @@ class LRUPolicy:
             heappush(self._late, (place, chunk_id))
 
     def _start_run(self) -> None:
-        evictable = np.flatnonzero(self._chunks.ref_counts == 0).astype(np.int32)
+        evictable = np.flatnonzero(self._chunks.ref_counts == 0)
         places = self._places[evictable]
         order = np.argsort(places)
         self._use_run(evictable[order], places[order])
@@ -303,5 +303,5 @@ class LRUPolicy:
         self._is_live = np.ones(len(run) + 1, np.bool_)
         self._is_live[-1] = False
         self._entry_of.fill(-1)
-        self._entry_of[run] = np.arange(len(run), dtype=np.int32)
+        self._entry_of[run] = np.arange(len(run))
         self._late.clear()

@@ -140,6 +140,9 @@ class RequestState:
             self.storable_prompt_tokens = min(self.storable_prompt_tokens, self.max_offload_tokens)
         self.admitted_tables: BlocksOfGroups = ()
         """What it held when it last got blocks."""
+        self.last_question: tuple[int, int, int] | None = None
+        """At which state of the tier it was last looked up, beyond how many tokens of the GPU's, with how many."""
+        self.last_answer = 0
         self.deferred_since_ns: int | None = None
         """Since when its lookup has been undecided."""
         self._space = space

@@ -155,6 +155,10 @@ class OffloadingScheduler:
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         state = self.states[request.request_id]
+        question = (self.lookup_version, num_computed_tokens, request.num_tokens)
+        if state.last_question == question and self.lookup_is_pure and self.lookup.observer is None:
+            return state.last_answer, state.last_answer > 0  # it still does not fit, and nothing has changed
+        state.last_question = None
         state.clear_tables()
         state.rewind()
         self._unsettled.pop(request.request_id, None)
@@ -168,6 +172,8 @@ class OffloadingScheduler:
             hit = self._bounded(state, self.lookup.find(state, bound))
             if self._hits_may_be_short and hit is not None and bound is None and self._observer is not None:
                 self._observer.looked_up(state, hit)
+            if hit is not None and bound is None and not self._hits_may_be_short:
+                state.last_question, state.last_answer = question, hit
         is_sync = self._reserve_sync_load(state, hit)
         return hit, bool(hit) and not is_sync
 
@@ -207,8 +213,10 @@ class OffloadingScheduler:
         self._allocated += tables
         state = self.states[request.request_id]
         state.admitted_tables = tables
+        state.last_question = None
         if not num_external_tokens:
             return
+        self.lookup_version += 1
         total = state.num_local_tokens + num_external_tokens
         is_sync = request.request_id in self.sync_loads
         job = self._loads.build(state, tables, blocks.get_unhashed_block_ids_all_groups(), total, is_sync=is_sync)
@@ -223,9 +231,7 @@ class OffloadingScheduler:
     def build_connector_meta(self, out: SchedulerOutput) -> OffloadingConnectorMetadata | None:
         """Once per schedule(), with what that has decided. None: the workers need not hear of this step."""
         states = out.boundary_states
-        shares = [
-            share for share in out.shares if self._is_of_interest(share) or share.request.request_id in states
-        ]
+        shares = [share for share in out.shares if self._is_of_interest(share) or share.request.request_id in states]
         if not (shares or out.finished_req_ids or out.preempted or out.block_copies or out.boundary_states) and not (
             self.load_jobs or self._sync_load_tokens or self._jobs_to_flush or self._allocated
         ):

@@ -296,7 +296,7 @@ class TieringOffloadingManager:
         self._has_polled = False
         for index, promotions in self._promotions.items():
             for promotion in promotions.values():
-                keys, chunk_ids = np.array(promotion.keys, np.int64), np.array(promotion.chunk_ids, np.int32)
+                keys, chunk_ids = np.array(promotion.keys, np.int64), np.array(promotion.chunk_ids, np.int64)
                 promotion.context.num_promotions += 1
                 self.tiers[index].submit_load(self._open(index, keys, chunk_ids, promotion.context, is_promotion=True))
         self._promotions.clear()
