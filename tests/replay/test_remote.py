@@ -166,13 +166,14 @@ def wait_until(condition: Any, limit_s: float = 30.0) -> None:  # noqa: ANN401 -
 
 @contextmanager
 def started() -> Iterator[tuple["subprocess.Popen[bytes]", list[int]]]:
-    """A long run, once its two instances are there; and their processes."""
+    """A long run, once its two instances are there; and their processes, of which the first is an instance's."""
     arguments = ["decode-stall", "--inject", "timeout", "--transport", "zmq", "--time-scale", "1"]
     process = subprocess.Popen(command(*arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
-        wait_until(lambda: len(children_of(process.pid)) == 2)
+        wait_until(lambda: [len(children_of(child)) for child in children_of(process.pid)] == [2])
         time.sleep(1)  # they read their trace, open sockets, and begin
-        yield process, children_of(process.pid)
+        (nursery,) = children_of(process.pid)
+        yield process, [*children_of(nursery), nursery]
     finally:
         process.kill()
         process.wait()
@@ -192,6 +193,16 @@ def test_ctrl_c_leaves_no_process() -> None:
 def test_a_supervisor_that_is_killed_leaves_no_process() -> None:
     with started() as (process, instances):
         process.kill()
+        wait_until(lambda: not any(map(is_there, instances)))
+
+
+@needs_proc
+def test_a_nursery_that_is_killed_takes_no_instance_with_it_and_all_end() -> None:
+    with started() as (process, instances):
+        os.kill(instances[-1], signal.SIGKILL)
+        wait_until(lambda: not is_there(instances[-1]))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
         wait_until(lambda: not any(map(is_there, instances)))
 
 

@@ -1,11 +1,5 @@
-"""One instance in a process of its own: python -m kvreplay.replay.remote.instance_process, started by a supervisor.
+"""One instance in a process of its own (`remote.nursery`), under a supervisor: when its pipe ends, so does it."""
 
-It hears its supervisor over stdin and answers over stdout; when stdin ends, so does the process.
-"""
-
-import os
-import signal
-import sys
 import traceback
 from collections.abc import Mapping
 from functools import partial
@@ -32,7 +26,7 @@ from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelop
 from kvreplay.sim.event_loop import EventLoop
 from kvreplay.trace.reader import read_trace
 from kvreplay.trace.workload import read_workload
-from kvreplay.transport.paced import Instant, PacedLoop, shared_instant
+from kvreplay.transport.paced import Instant, PacedLoop
 from kvreplay.transport.pipes import FramedPipes
 
 _MAX_WAIT_S = 0.2
@@ -298,16 +292,3 @@ class Child:
         else:
             assert self._instance is not None
             self._instance.hear(message)
-
-
-def main() -> int:
-    # A terminal's Ctrl-C is for the supervisor, which then closes the pipe.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Nothing but messages goes to the supervisor: who prints does so to stderr.
-    write_fd = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    return Child(sys.stdin.fileno(), write_fd, shared_instant(int(sys.argv[1]))).run()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,8 +7,7 @@ Time goes on from one instant at which something happens to the next, everywhere
 that they have dealt with what came before and that nothing is on its way: no timer is early because a message is late.
 """
 
-import subprocess
-import sys
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,6 +31,7 @@ from kvreplay.replay.overrides import overridden
 from kvreplay.replay.proxy import Proxy
 from kvreplay.replay.remote import messages
 from kvreplay.replay.remote.external_bootstrap import ExternalBootstrap
+from kvreplay.replay.remote.nursery import Files, Nursery
 from kvreplay.replay.remote.shared_blame import HitsToldSink, handle_there
 from kvreplay.sim.bus import Bus, owner_of
 from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
@@ -44,7 +44,6 @@ from kvreplay.transport.traffic import Ledger
 _START_S: Final = 120.0
 """A process may take so long to come up: it reads the trace, and loads what tensors need."""
 _ANSWER_S: Final = 60.0
-_GOODBYE_S: Final = 3.0
 _LOST_S: Final = 10.0
 """What has been on its way for so long while nobody did anything will not come any more."""
 _MAX_WAIT_S: Final = 0.05
@@ -53,13 +52,14 @@ _REQUEST_S: Final = 1.0
 """The real time that a request may cost."""
 _TIMERS: Final = 6
 """A request goes through all of its timers at most so often."""
-_MODULE: Final = "kvreplay.replay.remote.instance_process"
 
 
 class RemoteNode:
     """An instance's process, as the proxy sees it (`replay.proxy.Server`)."""
 
-    def __init__(self, name: str, role: Role, setup: messages.Setup, cluster: "RemoteCluster") -> None:
+    def __init__(
+        self, name: str, role: Role, setup: messages.Setup, cluster: "RemoteCluster", nursery: Nursery
+    ) -> None:
         self.name = name
         self.role: Role = role
         self.api_address = f"{name}/api"
@@ -78,19 +78,16 @@ class RemoteNode:
         self.account: messages.Account | None = None
         self._cluster = cluster
         self._live: dict[str, None] = {}
-        clock_fd = cluster.clock_file.fileno()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", _MODULE, str(clock_fd)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[clock_fd],
-        )
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
+        their_read_fd, write_fd = os.pipe()
+        read_fd, their_write_fd = os.pipe()
+        nursery.bear(Files(their_read_fd, their_write_fd, cluster.clock_file.fileno()))
+        os.close(their_read_fd)
+        os.close(their_write_fd)
+        self._fds = (read_fd, write_fd)
         self.pipes = FramedPipes(
             cluster.paced,
-            self.process.stdout.fileno(),
-            self.process.stdin.fileno(),
+            read_fd,
+            write_fd,
             lambda data: cluster.hear(self, messages.decode_from_instance(data)),
             lambda: cluster.lost(self),
         )
@@ -148,17 +145,11 @@ class RemoteNode:
             self._came_back()
 
     def end(self) -> None:
-        """Ask it to go, and see to it that it does."""
+        """Ask it to go."""
         self.tell(messages.Quit())
         self.pipes.close()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
-        try:
-            self.process.wait(_GOODBYE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        for fd in self._fds:
+            os.close(fd)
 
 
 class _ProxyBus(Bus):
@@ -230,6 +221,7 @@ class RemoteCluster:
         self.malformed: Counter[tuple[str, str]] = Counter()
         """(instance, what) → how many messages came in that no peer sends."""
         self._settings, self._workload = settings, workload
+        self._nursery: Nursery | None = None
         self._bootstrap: ExternalBootstrap | None = None
         self._setup: dict[str, Any] = {
             "trace": str(trace.absolute()),
@@ -306,10 +298,11 @@ class RemoteCluster:
     # -- life ---------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        nursery = self._nursery = Nursery()
         for name, role in self.roles.items():
             own = overridden(self._config, self._settings.plan, name)
             setup = messages.Setup(name=name, config=own.to_json(), **self._setup)
-            node = self._nodes[name] = RemoteNode(name, role, setup, self)
+            node = self._nodes[name] = RemoteNode(name, role, setup, self, nursery)
             self.bus.control(name, node.command)
         servers = list(self._nodes.values())
         topology = self._config.topology
@@ -336,6 +329,8 @@ class RemoteCluster:
             self._bootstrap.close()
         for node in self._nodes.values():
             node.end()
+        if self._nursery is not None:
+            self._nursery.close()
         self.clock_file.close()
 
     def _play(self, watch: Watch | None) -> None:
