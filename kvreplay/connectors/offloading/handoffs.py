@@ -10,6 +10,7 @@ import numpy as np
 
 from kvreplay.connectors.offloading.arrays import Keys
 from kvreplay.connectors.offloading.behaviour import OffloadBehaviour
+from kvreplay.connectors.offloading.keys import KeySpace
 from kvreplay.connectors.offloading.layout import OffloadLayout
 from kvreplay.connectors.offloading.manager import OffloadingManager
 from kvreplay.connectors.offloading.request_state import RequestState
@@ -24,14 +25,17 @@ class HandoffStores:
         layout: OffloadLayout,
         manager: OffloadingManager,
         stores: StoreBuilder,
+        space: KeySpace,
         behaviour: OffloadBehaviour,
         on_allocation_failure: Callable[[str], None],
     ) -> None:
         self._layout = layout
         self._manager = manager
         self._stores = stores
+        self._space = space
         self._skips_beyond_cap = behaviour.partial_tail_cap == "skip"
         self._on_allocation_failure = on_allocation_failure
+        self._nothing = [0] * len(layout.groups)
         self._index_of = {group.group_id: index for index, group in enumerate(layout.groups)}
         self._state_groups = {group.group_id for group in layout.groups if group.is_aligned_state}
 
@@ -65,7 +69,9 @@ class HandoffStores:
             # Of its hashes, not of the keys that have been noticed: those lag behind where nothing else is stored.
             key = state.boundary_key(index, handoff.boundary)
             place = handoff.boundary // group.tokens_per_block - 1
-            job = self._offer(state, np.array([key], np.int64), [index], [handoff.block_id], place)
+            keys = np.array([key], np.int64)
+            self._space.note_run(keys, np.array([handoff.boundary], np.int64))
+            job = self._offer(state, keys, [index], [handoff.block_id], place)
             if job is not None:
                 yield job
 
@@ -81,8 +87,8 @@ class HandoffStores:
             return None
         takes_all = len(plan.keys) == len(keys)
         accepted = range(len(keys)) if takes_all else np.isin(keys, plan.keys).nonzero()[0].tolist()
-        sizes = [0] * len(self._layout.groups)
-        places = [0] * len(self._layout.groups)
+        sizes = self._nothing.copy()
+        places = self._nothing.copy()
         for which in accepted:
             sizes[indices[which]] = 1
             places[indices[which]] = place

@@ -23,7 +23,7 @@ class KeySpace:
         assert num_groups > 0
         self.num_groups = num_groups
         self.num_keys = max(num_block_keys * num_groups, 1024)
-        self._positions = lazy_zeros(self.num_keys)
+        self._use_positions(lazy_zeros(self.num_keys))
         self._marks = Marks(self.num_keys)
         self._last: tuple[Keys, NDArray[np.int64]] = NO_KEYS, NO_KEYS
         """Of whom the positions were asked for last: several parties ask about the same."""
@@ -36,11 +36,25 @@ class KeySpace:
         self.note(keys, ends)
         return keys
 
+    def _use_positions(self, positions: NDArray[np.int32]) -> None:
+        self._positions = positions
+        self._position_of = positions.data
+        """The same for single keys."""
+
+    def make_one(self, block_key: int, group: int, end: int) -> int:
+        """`make` for a single key."""
+        key = block_key * self.num_groups + group
+        if key >= len(self._positions):
+            self._use_positions(grown(self._positions, key))
+        self._position_of[key] = end
+        self._last = NO_KEYS, NO_KEYS
+        return key
+
     def note(self, keys: Keys, ends: NDArray[np.int64]) -> None:
         try:
             self._positions[keys] = ends
         except IndexError:
-            self._positions = grown(self._positions, int(keys.max()))
+            self._use_positions(grown(self._positions, int(keys.max())))
             self._positions[keys] = ends
         self._last = NO_KEYS, NO_KEYS
 
@@ -71,7 +85,7 @@ class KeySpace:
         try:
             return self._positions[keys].astype(np.int64)
         except IndexError:  # keys that nobody has made here
-            self._positions = grown(self._positions, int(keys.max()))
+            self._use_positions(grown(self._positions, int(keys.max())))
             return self._positions[keys].astype(np.int64)
 
     def groups(self, keys: Keys) -> NDArray[np.int64]:

@@ -24,7 +24,7 @@ class MirroredTable:
     __slots__ = ("_cells", "_num_blocks")
 
     def __init__(self) -> None:
-        self._cells = np.zeros(16, np.int64)
+        self._cells: BlockIds = NO_KEYS
         self._num_blocks = 0
 
     def __len__(self) -> int:
@@ -39,7 +39,7 @@ class MirroredTable:
         if end == self._num_blocks:
             return
         if end > len(self._cells):
-            longer = np.zeros(max(end, 2 * len(self._cells)), np.int64)
+            longer = np.zeros(max(end, 2 * len(self._cells), 16), np.int64)
             longer[: self._num_blocks] = self.ids
             self._cells = longer
         self._cells[self._num_blocks : end] = block_ids
@@ -56,9 +56,23 @@ class GroupState:
     left the window. `next_stored_chunk_idx`: chunks below have been offered.
     """
 
-    __slots__ = ("_all_keys", "_ends", "group", "lookup_hit_end", "next_stored_chunk_idx", "num_keys", "table")
+    __slots__ = (
+        "_all_keys",
+        "_ends",
+        "_index",
+        "_request",
+        "_space",
+        "_tokens_per_hash",
+        "group",
+        "lookup_hit_end",
+        "next_stored_chunk_idx",
+        "num_keys",
+        "table",
+    )
 
-    def __init__(self, group: OffloadGroup) -> None:
+    def __init__(
+        self, group: OffloadGroup, index: int, request: Request, space: KeySpace, tokens_per_hash: int
+    ) -> None:
         self.group = group
         self.table = MirroredTable()
         self.next_stored_chunk_idx = 0
@@ -68,28 +82,34 @@ class GroupState:
         self._all_keys: Keys = NO_KEYS
         self._ends: NDArray[np.int64] = NO_KEYS
         """Where the prefixes of these end."""
+        self._index = index
+        self._request = request
+        self._space = space
+        self._tokens_per_hash = tokens_per_hash
 
     @property
     def keys(self) -> Keys:
         """Of the request's complete chunks, as far as they have been noticed."""
+        if self.num_keys > len(self._all_keys):
+            self._make_keys()
         return self._all_keys[: self.num_keys]
 
-    def notice_keys(self, index: int, request: Request, space: KeySpace, tokens_per_hash: int) -> None:
-        """Take in the chunks that have become complete. `index`: this group's, for its keys."""
-        num_keys = request.num_tokens // self.group.tokens_per_chunk
-        if num_keys == self.num_keys:
-            return
-        if num_keys > len(self._all_keys):
-            hashes_per_chunk = self.group.tokens_per_chunk // tokens_per_hash
-            block_keys = request.content.block_keys[hashes_per_chunk - 1 :: hashes_per_chunk]
-            self._ends = space.ends(len(block_keys), self.group.tokens_per_chunk)
-            self._all_keys = space.make(block_keys, index, self._ends)
-        self.num_keys = num_keys
+    def _make_keys(self) -> None:
+        """Not before somebody asks: of most groups, most requests never need them."""
+        size = self.group.tokens_per_chunk
+        hashes_per_chunk = size // self._tokens_per_hash
+        block_keys = self._request.content.block_keys[hashes_per_chunk - 1 :: hashes_per_chunk]
+        self._ends = self._space.ends(len(block_keys), size)
+        self._all_keys = self._space.make(block_keys, self._index, self._ends)
 
-    def run(self, start: int, end: int, space: KeySpace) -> Keys:
+    def notice_keys(self) -> None:
+        """Take in the chunks that have become complete."""
+        self.num_keys = self._request.num_tokens // self.group.tokens_per_chunk
+
+    def run(self, start: int, end: int) -> Keys:
         """The keys of chunks [start, end), which the manager is about to be asked about."""
-        keys = self._all_keys[start:end]
-        space.note_run(keys, self._ends[start:end])
+        keys = self.keys[start:end]
+        self._space.note_run(keys, self._ends[start:end])
         return keys
 
     def storable_chunks(self, num_tokens: int, *, holds_back_last: bool, clamps_to_blocks: bool) -> int:
@@ -115,8 +135,13 @@ class RequestState:
         self.request = request
         self.context = context
         self.policy = policy
-        self.groups = tuple(GroupState(group) for group in layout.groups)
-        self.mirrored = tuple(self.groups[index] for index in mirrored)
+        self.groups = tuple(
+            [
+                GroupState(group, index, request, space, layout.tokens_per_hash)
+                for index, group in enumerate(layout.groups)
+            ]
+        )
+        self.mirrored = tuple([self.groups[index] for index in mirrored])
         """Groups whose tables are followed."""
         params = request.kv_transfer_params
         self.max_load_tokens = _token_limit(params, "max_load_tokens")
@@ -155,8 +180,8 @@ class RequestState:
         if self.request.num_tokens in self._noticed:
             return
         start, end = 0, sys.maxsize
-        for index, state in enumerate(self.groups):
-            state.notice_keys(index, self.request, self._space, self._tokens_per_hash)
+        for state in self.groups:
+            state.notice_keys()
             size = state.group.tokens_per_chunk
             noticed = state.num_keys * size
             start, end = max(start, noticed), min(end, noticed + size)
@@ -165,8 +190,8 @@ class RequestState:
     def boundary_key(self, index: int, boundary: int) -> int:
         """The key of the prefix that ends at `boundary`, which need not be the end of a chunk."""
         hash_index = boundary // self._tokens_per_hash - 1
-        block_keys = self.request.content.block_keys[hash_index : hash_index + 1]
-        return int(self._space.make(block_keys, index, np.array([boundary]))[0])
+        assert hash_index >= 0
+        return self._space.make_one(self.request.content.block_keys.item(hash_index), index, boundary)
 
     @property
     def num_hashes(self) -> int:

@@ -124,7 +124,7 @@ class StoreBuilder:
         blocks = group_state.table.ids[start * size : end * size]
         if len(blocks) < (end - start) * size or np.count_nonzero(blocks) < len(blocks):
             return self._build_any(state, num_tokens)
-        keys = group_state.run(start, end, self._space)
+        keys = group_state.run(start, end)
         plan = self._manager.prepare_store(keys, state.context)
         if plan is None:
             self._on_allocation_failure(state.request.request_id)
