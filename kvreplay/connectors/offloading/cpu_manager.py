@@ -120,9 +120,9 @@ class CPUOffloadingManager:
 
     def _pin(self, keys: Keys) -> ChunkIds:
         chunk_ids = self.chunks.find(keys)
-        if (chunk_ids < 0).any():
+        if np.count_nonzero(chunk_ids < 0):
             raise EngineFatal("AssertionError", "chunk not found in cache")
-        if not self.chunks.is_ready(chunk_ids).all():
+        if np.count_nonzero(self.chunks.is_pending(chunk_ids)):
             raise EngineFatal("AssertionError", "chunk is not ready for reading")
         self.chunks.pin(chunk_ids)
         self.policy.mark_used(chunk_ids)
@@ -250,8 +250,9 @@ class CPUOffloadingManager:
         if len(keys) == 1 and success and self._events is None:
             self._complete_one(keys.item())
             return
-        chunk_ids = self.chunks.find(keys)
-        pending = self.chunks.is_pending(chunk_ids)
+        chunks = self.chunks
+        chunk_ids = chunks.slots(keys) - 1
+        pending = chunks.ref_counts[chunk_ids] == NOT_READY
         if np.count_nonzero(pending) < len(keys):
             chunk_ids, keys = chunk_ids[pending], keys[pending]
         if not len(keys):

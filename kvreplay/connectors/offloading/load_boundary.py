@@ -5,17 +5,20 @@ hold real blocks without a hash below the mark; the first form takes such a bloc
 (vllm#52807).
 """
 
-from collections.abc import Set as AbstractSet
+from collections.abc import Sequence
 from typing import Final, Protocol
 
+import numpy as np
+
 from kvreplay.errors import EngineFatal
+from kvreplay.kv.prefix_cache import BlockIds
 
 
 class LoadBoundary(Protocol):
     def start(
         self,
-        table: list[int],
-        unhashed: AbstractSet[int],
+        table: BlockIds,
+        unhashed: Sequence[int],
         *,
         local: int,
         tokens_per_block: int,
@@ -31,18 +34,30 @@ class _FromZero:
 
     def start(
         self,
-        table: list[int],
-        unhashed: AbstractSet[int],
+        table: BlockIds,
+        unhashed: Sequence[int],
         *,
         local: int,
         tokens_per_block: int,
         end: int,
         is_sync: bool,
     ) -> int:
-        start = next((index for index in range(end) if table[index] in unhashed), end)
+        places = np.isin(table[:end], np.asarray(unhashed, np.int64)).nonzero()[0]
+        start = int(places[0]) if len(places) else end
         if local > start * tokens_per_block:
             raise EngineFatal("AssertionError", "update_state_after_alloc: load starts below the computed tokens")
         return start
+
+
+def _first_of(table: BlockIds, unhashed: Sequence[int] | None) -> int:
+    """Place of the first real block, of `unhashed` if that is given; past the last one if there is none."""
+    if len(table) and table[0] and (unhashed is None or table[0] in unhashed):
+        return 0  # as a rule
+    wanted = table != 0
+    if unhashed is not None:
+        wanted &= np.isin(table, np.asarray(unhashed, np.int64))
+    places = wanted.nonzero()[0]
+    return int(places[0]) if len(places) else len(table)
 
 
 class _FromComputed:
@@ -52,8 +67,8 @@ class _FromComputed:
 
     def start(
         self,
-        table: list[int],
-        unhashed: AbstractSet[int],
+        table: BlockIds,
+        unhashed: Sequence[int],
         *,
         local: int,
         tokens_per_block: int,
@@ -62,11 +77,7 @@ class _FromComputed:
     ) -> int:
         first = -(-local // tokens_per_block)
         by_position = is_sync and self.matches_position
-        start = end
-        for index in range(first, end):
-            if table[index] and (by_position or table[index] in unhashed):
-                start = index
-                break
+        start = _first_of(table[first:end], None if by_position else unhashed) + first if first < end else end
         if local % tokens_per_block:
             raise EngineFatal("AssertionError", "update_state_after_alloc: local tokens end inside a block")
         return start

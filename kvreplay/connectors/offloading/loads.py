@@ -22,7 +22,7 @@ class _GroupLoad(NamedTuple):
     """One group's part: what goes into which blocks, and where in the table the first of them is."""
 
     keys: Keys
-    block_ids: Sequence[int]
+    block_ids: BlockIds
     start: int
 
 
@@ -53,8 +53,8 @@ class LoadBuilder:
         state.loaded_from_offload = True
         loads = []
         for index, group in enumerate(self._layout.groups):
-            table: list[int] = tables[group.group_id].tolist()
-            start = self._start(state, group, table, set(unhashed[group.group_id]), total, is_sync=is_sync)
+            table = tables[group.group_id]
+            start = self._start(state, group, table, unhashed[group.group_id], total, is_sync=is_sync)
             loads.append(self._group_load(state, index, table, start, total))
         state.partial_tail_boundary = None
         return self._open(state, loads, is_sync=is_sync)
@@ -63,8 +63,8 @@ class LoadBuilder:
         self,
         state: RequestState,
         group: OffloadGroup,
-        table: list[int],
-        unhashed: set[int],
+        table: BlockIds,
+        unhashed: Sequence[int],
         total: int,
         *,
         is_sync: bool,
@@ -85,7 +85,7 @@ class LoadBuilder:
             _engine_asserts(end - start <= limit, "num_pending_gpu_blocks <= sliding_window_size_in_chunks")
         return start
 
-    def _group_load(self, state: RequestState, index: int, table: list[int], start: int, total: int) -> _GroupLoad:
+    def _group_load(self, state: RequestState, index: int, table: BlockIds, start: int, total: int) -> _GroupLoad:
         group_state = state.groups[index]
         group = group_state.group
         end = -(-total // group.tokens_per_block)
@@ -111,15 +111,15 @@ class LoadBuilder:
 
     def _open(self, state: RequestState, loads: Sequence[_GroupLoad], *, is_sync: bool) -> TransferJob:
         req_id = state.request.request_id
-        keys = np.concatenate([load.keys for load in loads])
+        keys = loads[0].keys if len(loads) == 1 else np.concatenate([load.keys for load in loads])
         failure = None
         if self._tolerates_missing and not self._manager.can_load(keys):
             keys, failure = NO_KEYS, "an offloaded chunk is gone"
         chunk_ids = self._manager.prepare_load(keys, state.context)
         gpu = GpuBlocks(
-            np.array([block_id for load in loads for block_id in load.block_ids], np.int64),
-            tuple(len(load.block_ids) for load in loads),
-            tuple(load.start for load in loads),
+            np.concatenate([load.block_ids for load in loads]),
+            tuple([len(load.block_ids) for load in loads]),
+            tuple([load.start for load in loads]),
         )
         _engine_asserts(not state.jobs, "not req_status.transfer_jobs")
         job_id = self._ledger.open(

@@ -80,13 +80,14 @@ class LRUPolicy:
         self._leave_run(chunk_ids)
 
     def mark_evictable(self, chunk_ids: ChunkIds) -> None:
-        self._note_evictable(chunk_ids)
+        if self._horizon >= 0 and len(chunk_ids):
+            self._note_evictable(chunk_ids)
 
     def mark_used(self, chunk_ids: ChunkIds) -> None:
         self._leave_run(chunk_ids)
 
     def touch(self, keys: Keys) -> None:
-        self._give_fresh_ranks(self._present(keys[::-1]))
+        self._give_fresh_ranks(self._tail_first(keys))
 
     def on_store_miss(self, keys: Keys) -> None:
         pass
@@ -114,10 +115,10 @@ class LRUPolicy:
             chunk_ids, places = chunk_ids[rises], places[rises]
         self._places[chunk_ids] = places
         self._leave_run(chunk_ids)
-        self._note_evictable(chunk_ids)
+        self.mark_evictable(chunk_ids)
 
     def on_request_finished(self, keys: Keys, access: RequestAccess) -> None:
-        self._give_fresh_ranks(self._present(keys[::-1]))
+        self._give_fresh_ranks(self._tail_first(keys))
 
     def ranking(self) -> ChunkIds:
         """All chunks in order of their places; those in use too."""
@@ -146,11 +147,12 @@ class LRUPolicy:
         self._places[chunk_ids] = np.arange(first, first + (len(chunk_ids) << _RANK_SHIFT), 1 << _RANK_SHIFT)
         self._leave_run(chunk_ids)
 
-    def _present(self, keys: Keys) -> ChunkIds:
+    def _tail_first(self, keys: Keys) -> ChunkIds:
+        """The chunks of those that are there, backwards."""
         slots = self._chunks.slots(keys)
         if np.count_nonzero(slots) < len(slots):
             slots = slots[slots > 0]
-        return slots - 1
+        return slots[::-1] - 1
 
     # -- victims ----------------------------------------------------------------------------------------------
 
@@ -280,8 +282,6 @@ class LRUPolicy:
 
     def _note_evictable(self, chunk_ids: ChunkIds) -> None:
         """Evictable ones whose place the run has covered must not be missed."""
-        if self._horizon < 0 or not len(chunk_ids):
-            return
         places = self._places[chunk_ids]
         if places.item(places.argmin()) > self._horizon:
             return

@@ -65,7 +65,9 @@ class ReportBox:
 
     def collect(self) -> OffloadingOutput:
         """Everything since the last time. Raises EngineFatal if a worker has died of it."""
-        news, self._news = sorted(self._news, key=lambda report: (report.rank, report.order)), []
+        news, self._news = self._news, []
+        if len(news) > 1:
+            news.sort(key=lambda report: (report.rank, report.order))
         output = OffloadingOutput()
         for report in news:
             if report.failure is not None and not self._survives_failures:

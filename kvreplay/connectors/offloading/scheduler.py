@@ -29,6 +29,7 @@ from kvreplay.engine.connector import KVConnectorOutput, RequestBlocks
 from kvreplay.engine.output import SchedulerOutput, Share
 from kvreplay.engine.request import Request
 from kvreplay.errors import EngineFatal
+from kvreplay.kv.block_list import BlockList
 from kvreplay.kv.prefix_cache import BlockIds
 
 
@@ -208,7 +209,12 @@ class OffloadingScheduler:
     # -- requests get blocks ----------------------------------------------------------------------------------
 
     def update_state_after_alloc(self, request: Request, blocks: RequestBlocks, num_external_tokens: int) -> None:
-        tables = tuple(np.array(table, np.int64) for table in blocks.get_block_ids())
+        tables = tuple(
+            [
+                table.array if isinstance(table, BlockList) else np.array(table, np.int64)
+                for table in blocks.get_block_ids()
+            ]
+        )
         # Also for other connectors' loads: their blocks may be the source of a store.
         self._allocated += tables
         state = self.states[request.request_id]

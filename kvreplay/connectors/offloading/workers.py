@@ -211,12 +211,15 @@ class OffloadingWorkers:
         over that is launched before its asynchronous loads; they wait for it.
         """
         until_ns = self._bus.loop.now_ns
-        has_sync_load = any(job.is_sync for job in metadata.load_jobs.values())
+        has_loads = bool(metadata.load_jobs)
+        has_sync_load = has_loads and any(job.is_sync for job in metadata.load_jobs.values())
         for rank in self.ranks:
             rank.compute_until_ns = 0 if has_sync_load else compute_until_ns
-            rank.worker.start_load_kv(metadata)
-            rank.worker.wait_for_save(metadata)
-            if metadata.load_jobs:
+            if has_loads:
+                rank.worker.start_load_kv(metadata)
+            if metadata.store_jobs:
+                rank.worker.wait_for_save(metadata)
+            if has_loads:
                 rank.driver.pump()
             until_ns = max(until_ns, rank.blocked_until_ns)
             self._send_reports(rank.rank)

@@ -216,12 +216,16 @@ class LockstepLayer(SchedulerState):
 
     @property
     def _growth(self) -> Callable[[list[Request]], None]:
-        return self._grow_openly if self._grows_openly else self._grow_quietly
+        if self.log.wants_blocks or not self.pool.enable_caching:
+            return self._grow_openly
+        return self._grow_telling if self._must_step else self._grow_quietly
 
-    @property
-    def _grows_openly(self) -> bool:
-        """Whether somebody must hear of each block, or nothing is hashed."""
-        return self.log.wants_blocks or not self.pool.enable_caching or self._must_step
+    def _grow_telling(self, members: list[Request]) -> None:
+        """As `_grow_quietly`, and the connector hears of the blocks."""
+        self._grow_quietly(members)
+        assert self.connector is not None
+        tables = [self.kv.managers[0].tables[request.request_id] for request in members]
+        self.connector.note_allocated([table.view[table.num_blocks - 1] for table in tables])
 
     def _grow_quietly(self, members: list[Request]) -> None:
         tables, pool = self.kv.managers[0].tables, self.pool
@@ -246,7 +250,7 @@ class LockstepLayer(SchedulerState):
             self._blocks_changed()
 
     def _grow_openly(self, members: list[Request]) -> None:
-        """The same, for those who must hear of each block."""
+        """The same where each block is an event of its own, or nothing is hashed."""
         taken: list[int] = []
         for request in members:
             table = self._table(request)
