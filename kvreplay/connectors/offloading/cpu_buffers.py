@@ -55,6 +55,8 @@ class CpuBuffers:
         """Overwrite blocks. `sent`: the words as the sender had them, which the checksums are of."""
         if self._rows is not None and words.shape[1] == self._words.shape[1]:
             self._rows[places] = np.ascontiguousarray(words).view(self._row).reshape(-1)
+        elif len(places) == 1:
+            self._words[places.item(), : words.shape[1]] = words[0]
         else:
             self._words[places, : words.shape[1]] = words
         if self._keeps_sums:

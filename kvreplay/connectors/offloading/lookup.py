@@ -19,8 +19,8 @@ _HIT: Final = int(LookupResult.HIT)
 _PENDING: Final = int(LookupResult.HIT_PENDING)
 _RETRY: Final = int(LookupResult.RETRY)
 
-_FIRST_PART: Final = 64
-"""Chunks that a scan asks about at first."""
+_FIRST_PART: Final = 256
+"""Chunks that a scan asks about at once, if the first is there."""
 
 Observer = Callable[[int, LookupResult], None]
 """Told of each key that a lookup needed, in order, and what the manager said."""
@@ -114,7 +114,9 @@ class ChunkLookup:
         return None if is_undecided else count
 
     def _leading_hits_at_once(self, keys: Keys, state: RequestState) -> int | None:
-        """In ever longer parts: most scans end soon, or not at all."""
+        """In ever longer parts: most scans end with the first, or not soon."""
+        if len(keys) and self.manager.lookup(keys.item(0), state.context) == _MISS:
+            return 0
         count = 0
         is_undecided = has_missed = False
         size = _FIRST_PART

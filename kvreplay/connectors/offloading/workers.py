@@ -256,20 +256,24 @@ class OffloadingWorkers:
     def _send_reports(self, rank: int) -> None:
         worker = self.ranks[rank]
         if worker.worker.has_report or worker.queues.has_report:
-            for report in worker.worker.rank_reports(rank):
-                self._send(report, attempt=0)
+            reports = worker.worker.rank_reports(rank)
+            if not is_watched(self._bus, RANK_REPORT):
+                self._take(reports)
+            else:
+                for report in reports:
+                    self._send(report, attempt=0)
         worker.driver.report_fetched()
 
     def _send(self, report: RankReport, *, attempt: int) -> None:
         if self._is_closed:
             return
         if not is_watched(self._bus, RANK_REPORT):
-            self._take(report)
+            self._take([report])
             return
         job = self.box.job(report.job_id)
         if self._repeats and job is not None and job.is_sync and report.failure is not None:
             # The step waits for this copy, and sees itself how it ends.
-            self._take(report)
+            self._take([report])
         envelope = Envelope(
             kind=RANK_REPORT,
             source=self.ranks[report.rank].address,
@@ -291,9 +295,11 @@ class OffloadingWorkers:
             self._send(report, attempt=attempt)
 
     def _receive(self, envelope: Envelope) -> None:
-        if not self._is_closed:
-            self._take(envelope.payload)
+        self._take([envelope.payload])
 
-    def _take(self, report: RankReport) -> None:
-        self.box.put(report)
+    def _take(self, reports: Sequence[RankReport]) -> None:
+        if self._is_closed or not reports:
+            return
+        for report in reports:
+            self.box.put(report)
         self._on_report()
