@@ -72,6 +72,11 @@ class EventLoop:
             heappop(queue)
         return queue[0][0] if queue else FOREVER_NS
 
+    def peek(self) -> tuple[int, int]:
+        """(time, rank) of the next action; later than any if there is none."""
+        time_ns = self.peek_ns()
+        return (time_ns, self._queue[0][1]) if self._queue else (time_ns, 0)
+
     def step(self) -> None:
         """Jump to the next action's time, and run it."""
         while True:

@@ -143,12 +143,6 @@ RUNS: Final[dict[str, Run]] = {
     },
 }
 
-RACES: Final = {
-    "mooncake.p-expire-at-ready": "two peers pull one transfer at one instant: either may be heard first",
-    "mooncake.queue-saturation": "strangers pull from sockets of their own: some may be heard behind the chosen one",
-}
-"""Runs that may come to something else over sockets, and why."""
-
 WITHOUT_SOCKETS: Final = {
     "offloading": "chunks are copied inside an instance",
     "simple_cpu": "blocks are copied inside an instance",

@@ -94,6 +94,22 @@ def test_conversations_of_all_instances_are_counted_together() -> None:
     assert real["requests"]["failed"] == 1
 
 
+CROWD = (*QUICK, "--set", "topology.prefill=2", "--set", "topology.decode=2", "--set", "network.latency_ns=0")
+"""Whatever happens, much happens at one instant."""
+
+
+@pytest.mark.slow
+def test_a_run_has_the_same_events_in_virtual_time_and_over_sockets(tmp_path: Path) -> None:
+    trace = str(tmp_path / "crowd.parquet")
+    synth = ["synth", "-o", trace, "--requests", "40", "--arrivals", "constant", "--rate", "1000000", "--seed", "3"]
+    assert run_app(synth) == 0
+    told = (trace, "--config", "mooncake-1p1d", *CROWD, "--inject", "peer-crash:instance=P1,at=500ms,down=1s")
+    virtual = run(*told)
+    real = [run(*told, "--transport", "zmq", "--time-scale", "10000") for _ in range(2)]
+    assert virtual["requests"]["finished"] > 10
+    assert [one["fingerprint"] for one in real] == [virtual["fingerprint"]] * 2
+
+
 @pytest.mark.slow
 def test_two_runs_over_sockets_have_the_same_events() -> None:
     arguments = ["client-aborts", "--inject", "timeout:p=0.3", *QUICK, "--transport", "zmq", "--time-scale", "1000"]

@@ -8,7 +8,7 @@ import pytest
 
 from kvreplay.cli.app import run_app
 from kvreplay.faults.catalogue import catalogue
-from tests.replay.row_runs import RACES, RUNS, WITHOUT_SOCKETS, Run
+from tests.replay.row_runs import RUNS, WITHOUT_SOCKETS, Run
 from tests.scenarios.stage import judge, play
 
 ENDS = [f"request.{end}" for end in ("finished", "failed", "aborted", "rejected", "stalled")]
@@ -63,19 +63,10 @@ def outcome(run: Run, folder: Path, behaviour: str, **transport: Any) -> dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in RUNS if name not in RACES])
+@pytest.mark.parametrize("name", RUNS)
 def test_sockets_change_nothing(name: str, tmp_path: Path) -> None:
     virtual = outcome(RUNS[name], tmp_path, "vllm-0.33")
     assert outcome(RUNS[name], tmp_path, "vllm-0.33", transport="zmq", time_scale=TIME_SCALE) == virtual
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RACES)
-def test_where_sockets_race_each_row_fires_and_everything_ends(name: str, tmp_path: Path) -> None:
-    played = outcome(RUNS[name], tmp_path, "vllm-0.33", transport="zmq", time_scale=TIME_SCALE)
-    assert all(fault.fired for fault in played["faults"])
-    assert len(played["ends"]) == len(outcome(RUNS[name], tmp_path, "vllm-0.33")["ends"])
-    assert played["found"] == []
 
 
 @pytest.mark.slow

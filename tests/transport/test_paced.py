@@ -35,3 +35,28 @@ def test_loops_that_share_a_file_go_on_together(tmp_path: Path) -> None:
         first, second = (PacedLoop(EventLoop(), shared_instant(file.fileno())) for file in (one, other))
         first.grant(5)
         assert (first.clock_ns, second.clock_ns) == (5, 5)
+
+
+def test_what_comes_between_two_turns_waits_and_arrives_in_order_of_place(tmp_path: Path) -> None:
+    path = tmp_path / "instant"
+    path.write_bytes(bytes(INSTANT_BYTES))
+    ran: list[str] = []
+    with path.open("r+b") as one, path.open("r+b") as other:
+        clock, paced = (
+            PacedLoop(EventLoop(), shared_instant(one.fileno())),
+            PacedLoop(EventLoop(), shared_instant(other.fileno()), takes_turns=True),
+        )
+        paced.loop.call_at(5, lambda: ran.append("timer"))
+        paced.loop.call_at(5, lambda: ran.append("step"), rank=1)
+        clock.grant(5)
+        for number in (2, 1):
+            paced.arrive(lambda number=number: ran.append(f"pull {number}"), (2, "", number, "D0", b""))  # type: ignore[misc]
+        paced.arrive(lambda: ran.append("client"))
+        paced.run_due()
+        assert (ran, paced.has_kept) == ([], True)
+        paced.take_turn(0)
+        paced.run_due()
+        assert (ran, paced.has_kept) == (["timer", "client", "pull 1", "pull 2"], False)
+        paced.take_turn(1)
+        paced.run_due()
+        assert ran[4:] == ["step"]

@@ -40,13 +40,15 @@ from kvreplay.sim.envelope import (
     BOOTSTRAP_QUERY,
     BOOTSTRAP_REGISTER,
     BOOTSTRAP_REGISTERED,
+    PULL_REPLY,
     PULL_REQUEST,
+    WRITE_DATA,
     WRITE_DONE,
     Envelope,
     Handler,
 )
 from kvreplay.transport.http import Exchange, HttpCall, HttpServer
-from kvreplay.transport.paced import PacedLoop
+from kvreplay.transport.paced import PacedLoop, Place
 from kvreplay.transport.traffic import Connection, Traffic
 from kvreplay.transport.zmq_sockets import Socket, ZmqSockets
 
@@ -55,6 +57,7 @@ _HTTP: Final = "http/"
 _FAULTED_WHERE_SENT: Final = frozenset({PULL_REQUEST, BOOTSTRAP_QUERY, BOOTSTRAP_REGISTER, WRITE_DONE})
 _ALWAYS_OUT: Final = frozenset({BOOTSTRAP_QUERY, BOOTSTRAP_REGISTER})
 """Goes over a socket even to a server of this very process."""
+_TOGETHER: Final = (WRITE_DATA, WRITE_DONE, PULL_REQUEST, PULL_REPLY)
 _MAX_WRITE_BYTES: Final = 1 << 30
 _MAX_OPEN: Final = 1 << 14
 """Pulls that wait here at a time; real consumers have some hundreds."""
@@ -91,7 +94,7 @@ class SocketBus(Bus):
             name,
             self._sockets,
             self.traffic,
-            arrived=lambda reply: paced.arrive(lambda: self._through_faults(reply)),
+            arrived=self._arrive_through_faults,
             is_open=is_open,
             malformed=self.malformed,
         )
@@ -339,7 +342,7 @@ class SocketBus(Bus):
         self._writers[header.source] = (address, identity)
         while len(self._writers) > _MAX_KNOWN:
             self._writers.popitem(last=False)
-        self._paced.arrive(lambda: self._through_faults(received))
+        self._arrive_through_faults(received)
 
     def _send_done(self, envelope: Envelope) -> bool:
         address, identity = self._writers.get(envelope.destination, ("", b""))
@@ -406,7 +409,7 @@ class SocketBus(Bus):
                 destination=envelope.source,
                 payload=BootstrapAnswer(status, body, error),
             )
-            self._paced.arrive(lambda: self._through_faults(answer))
+            self._arrive_through_faults(answer)
 
         query: BootstrapQuery = envelope.payload
         call = HttpCall(self._paced, endpoint, query.path, query.body, on_answer)
@@ -425,7 +428,10 @@ class SocketBus(Bus):
     # -- all ----------------------------------------------------------------------------------------------
 
     def _arrive_here(self, envelope: Envelope) -> None:
-        self._paced.arrive(lambda: super(SocketBus, self).deliver(envelope))
+        self._paced.arrive(lambda: super(SocketBus, self).deliver(envelope), _place_of(envelope))
+
+    def _arrive_through_faults(self, envelope: Envelope) -> None:
+        self._paced.arrive(lambda: self._through_faults(envelope), _place_of(envelope))
 
     def close(self) -> None:
         """Give back every socket."""
@@ -438,6 +444,20 @@ class SocketBus(Bus):
     @property
     def num_open_sockets(self) -> int:
         return len(self._sockets) + len(self._servers)
+
+
+def _place_of(envelope: Envelope) -> Place:
+    """Of what arrives together over several sockets: bytes before what is said of them, who has gone last; pulls in
+    the order in which their sockets were opened, a conversation's messages in that in which they came."""
+    kind = envelope.kind
+    order = _TOGETHER.index(kind) if kind in _TOGETHER else len(_TOGETHER) + (kind == CONNECTION_CLOSED)
+    if kind in (BOOTSTRAP_QUERY, BOOTSTRAP_REGISTER):  # its source is numbered as it came
+        query: BootstrapQuery = envelope.payload
+        return order, envelope.destination, 0, query.path, query.body or b""
+    socket, _, number = envelope.conversation.rpartition("!")
+    if socket and number.isdecimal():
+        return order, "", int(number), socket, b""
+    return order, envelope.source, 0, envelope.conversation, b""
 
 
 def _remember(known: "OrderedDict[str, Any]", key: str, value: object) -> None:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from kvreplay.behaviour import Behaviour
 from kvreplay.connectors.mooncake.rank_group import RankGroup
 from kvreplay.connectors.mooncake.socket_bus import SocketBus
@@ -95,7 +97,7 @@ class InstanceProcess:
         self._ends = Ends([self.node], loop, sink, blame, findings)
         self.injector.count_elsewhere(self._ask)
         self.injector.arm_messages()
-        self._said = (False, 0, 0)
+        self._said: messages.Settled | None = None
         self._num_heard = 1  # the set-up
         self._num_questions = 0
         self._decisions: dict[int, bool] = {}
@@ -136,7 +138,7 @@ class InstanceProcess:
         self._num_heard += 1
         match message:
             case messages.Grant():
-                pass  # it is there already: this is to wake up
+                self._paced.take_turn(message.rank)
             case messages.Directory():
                 self.bus.update_directory(message.endpoints, message.gone)
             case messages.Arrival():
@@ -150,7 +152,7 @@ class InstanceProcess:
             case messages.Hit():
                 self._blame.note(message.place, message.handle, message.request_id, message.instances)
             case messages.Order():
-                self._paced.arrive(lambda: self._carry_out(message))
+                self._carry_out(message)
             case messages.Decision():
                 self._decisions[message.number] = message.hits
             case messages.Quit():
@@ -227,11 +229,17 @@ class InstanceProcess:
 
     def _say_settled(self) -> None:
         told = self.bus.traffic.tell()
-        said = not self._loop.num_live, self._loop.peek_ns(), self._num_heard
-        if told is not None or said != self._said:
-            self._said = said
-            is_quiet, next_ns, num_heard = said
-            self._say(messages.Settled(is_quiet=is_quiet, next_ns=next_ns, num_heard=num_heard, told=told))
+        has_kept = self._paced.has_kept
+        settled = messages.Settled(
+            is_quiet=not self._loop.num_live and not has_kept,
+            has_kept=has_kept,
+            next_due=self._loop.peek(),
+            num_heard=self._num_heard,
+            told=told,
+        )
+        if told is not None or settled != self._said:
+            self._said = msgspec.structs.replace(settled, told=None)
+            self._say(settled)
 
     def _flush(self) -> None:
         if self._sink.unsent:
@@ -259,7 +267,7 @@ class Child:
         self._granted = granted
 
     def run(self) -> int:
-        self._paced = PacedLoop(self._loop, self._granted)
+        self._paced = PacedLoop(self._loop, self._granted, takes_turns=True)
         self._pipes = FramedPipes(self._paced, *self._fds, self._hear, self._orphan)
         try:
             while not self._is_over:

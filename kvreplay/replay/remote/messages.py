@@ -33,7 +33,10 @@ class Setup(_Message):
 
 
 class Grant(_Message):
-    """Nothing was on its way anywhere: virtual time has gone on, and may be read where all share it."""
+    """Nothing is on its way anywhere, and it is this instance's turn: what has come arrives, and what is due at the
+    instant that all share happens, as far as it ranks no lower."""
+
+    rank: int
 
 
 class Directory(_Message):
@@ -121,11 +124,13 @@ class Ended(_Message):
 
 
 class Settled(_Message):
-    """All that has come is dealt with, and nothing is due. `is_quiet`: nothing but daemons is left to happen here;
-    `next_ns`: when the next thing does; `num_heard`: messages of the supervisor; `told`: what is on its way."""
+    """Its turn is over. `is_quiet`: nothing but daemons is left to happen here; `has_kept`: something has come that
+    waits for the next turn; `next_due`: (time, rank) of the next thing to happen; `num_heard`: messages of the
+    supervisor; `told`: what is on its way."""
 
     is_quiet: bool
-    next_ns: int
+    has_kept: bool
+    next_due: tuple[int, int]
     num_heard: int
     told: Told | None
 

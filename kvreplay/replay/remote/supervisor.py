@@ -5,6 +5,8 @@ ends itself, whatever becomes of the supervisor.
 
 Time goes on from one instant at which something happens to the next, everywhere at once, when all processes have said
 that they have dealt with what came before and that nothing is on its way: no timer is early because a message is late.
+At an instant they take turns, in the order in which virtual time takes what happens then; what one sends arrives at the
+other's next turn. So a run over sockets comes to the same every time.
 """
 
 import os
@@ -26,6 +28,7 @@ from kvreplay.ids import NS_PER_S
 from kvreplay.kv.content_index import ContentIndex
 from kvreplay.replay.cluster import RunSettings, Watch, bootstrap_url_of, path_timers_ns, topology_of
 from kvreplay.replay.config import Role
+from kvreplay.replay.network import LinkNetwork
 from kvreplay.replay.node import instance_names
 from kvreplay.replay.overrides import overridden
 from kvreplay.replay.proxy import Proxy
@@ -33,8 +36,8 @@ from kvreplay.replay.remote import messages
 from kvreplay.replay.remote.external_bootstrap import ExternalBootstrap
 from kvreplay.replay.remote.nursery import Files, Nursery
 from kvreplay.replay.remote.shared_blame import HitsToldSink, handle_there
-from kvreplay.sim.bus import Bus, owner_of
-from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
+from kvreplay.sim.bus import Bus, Network, owner_of
+from kvreplay.sim.envelope import CLIENT_ABORT, Command, Envelope
 from kvreplay.sim.event_loop import FOREVER_NS, EventLoop
 from kvreplay.trace.workload import Workload
 from kvreplay.transport.paced import INSTANT_BYTES, Pace, PacedLoop, shared_instant
@@ -72,7 +75,7 @@ class RemoteNode:
         self.endpoints: dict[str, str] = {}
         self.handles: list[int] = []
         """Event of the process → its handle here."""
-        self.said = messages.Settled(is_quiet=False, next_ns=FOREVER_NS, num_heard=0, told=None)
+        self.said = messages.Settled(is_quiet=False, has_kept=False, next_due=(FOREVER_NS, 0), num_heard=0, told=None)
         self.num_told = 0
         self.done: dict[int, messages.Done] = {}
         self.account: messages.Account | None = None
@@ -155,25 +158,14 @@ class RemoteNode:
 class _ProxyBus(Bus):
     """What clients send goes over a pipe."""
 
-    def __init__(self, loop: EventLoop, nodes: dict[str, RemoteNode]) -> None:
-        super().__init__(loop)
+    def __init__(self, loop: EventLoop, network: Network, nodes: dict[str, RemoteNode]) -> None:
+        super().__init__(loop, network)
         self._nodes = nodes
 
-    def post(self, envelope: Envelope) -> None:
-        interceptor = self.interceptor
-        deliveries = None
-        if interceptor is not None and envelope.kind == CLIENT_ARRIVAL and CLIENT_ARRIVAL in interceptor.kinds:
-            deliveries = interceptor.intercept(envelope, self.loop.now_ns)
-        if deliveries is None:
-            self._send_over(envelope)
-            return
-        for delivery in deliveries:
-            self.loop.call_later(delivery.delay_ns, partial(self._send_over, delivery.envelope))
-
-    def _send_over(self, envelope: Envelope) -> None:
+    def deliver(self, envelope: Envelope) -> None:
         node = self._nodes[owner_of(envelope.destination)]
         if not node.is_serving:
-            self.loop.call_later(0, lambda: self._refuse(envelope))
+            self._refuse(envelope)
         elif envelope.kind == CLIENT_ABORT:
             node.tell(messages.Abort(request_id=envelope.payload))
         else:
@@ -212,7 +204,7 @@ class RemoteCluster:
         self.clock_file.truncate(INSTANT_BYTES)
         self.paced = PacedLoop(self.loop, shared_instant(self.clock_file.fileno()))
         self._nodes: dict[str, RemoteNode] = {}
-        self.bus = _ProxyBus(self.loop, self._nodes)
+        self.bus = _ProxyBus(self.loop, LinkNetwork(config.network), self._nodes)
         told = HitsToldSink(sink, self._tell_hit)
         self.injector = Injector(settings.plan, settings.seed, told, self.loop, self.bus)
         self.sink = self.injector.sink
@@ -318,7 +310,7 @@ class RemoteCluster:
         self._wait(lambda: all(node.is_ready for node in self._nodes.values()), _START_S, "to start")
         for node in self._nodes.values():
             self.publish(messages.Directory(endpoints=node.endpoints), node)
-        self._wait(self._is_settled, _START_S, "to register")
+        self._wait(self._is_ready, _START_S, "to register")
         self._pace = Pace(self._scale)
         self.injector.arm(self._topology)
         self.proxy.start()
@@ -333,13 +325,23 @@ class RemoteCluster:
             self._nursery.close()
         self.clock_file.close()
 
+    def _is_ready(self) -> bool:
+        """Whatever is to be done before anything can happen has been done."""
+        if not self._is_settled():
+            return False
+        node, (time_ns, rank) = self._next()
+        if time_ns > 0:
+            return True
+        self._take_turn(node, time_ns, rank)
+        return False
+
     def _play(self, watch: Watch | None) -> None:
         """Until nothing but daemons is left anywhere, and nothing is on its way."""
         end_s, end_ns = monotonic() + self._bound_s, self.paced.clock_ns + self._phase_ns
         self._heard_s = monotonic()
         while True:
             if not self._is_settled():
-                self._turn(_MAX_WAIT_S)
+                self._listen(_MAX_WAIT_S)
             elif not self.loop.num_live and all(node.said.is_quiet for node in self._nodes.values()):
                 return
             else:
@@ -351,7 +353,7 @@ class RemoteCluster:
 
     def _is_settled(self) -> bool:
         """Whatever has happened up to now has had all its effects."""
-        if self.paced.is_due or not all(node.is_settled for node in self._nodes.values()):
+        if not all(node.is_settled for node in self._nodes.values()):
             return False
         told = self._bootstrap.traffic.tell() if self._bootstrap is not None else None
         if told is not None:
@@ -362,21 +364,36 @@ class RemoteCluster:
 
     def _go_on(self, end_ns: int) -> None:
         """Let the next thing happen, when its time has come."""
-        next_ns = min(self.loop.peek_ns(), *(node.said.next_ns for node in self._nodes.values()))
+        node, (next_ns, rank) = self._next()
         if next_ns > end_ns:
             raise KvReplayError(f"--transport zmq: not over at {next_ns / NS_PER_S:.0f} s, the latest it may be")
         wait_s = self._pace.seconds_until(next_ns)
         if wait_s > 0:
-            self._turn(min(wait_s, _MAX_WAIT_S))
-            return
-        self.paced.grant(next_ns)  # for all at once: who is woken first may send to who still sleeps
-        # Clients and action faults come first, as in virtual time, where all of them were set before the run began.
-        self.paced.run_due()
-        for node in self._nodes.values():
-            node.tell(messages.Grant())
+            self._listen(min(wait_s, _MAX_WAIT_S))
+        else:
+            self._take_turn(node, next_ns, rank)
 
-    def _turn(self, max_wait_s: float) -> None:
-        self.paced.turn(max_wait_s)
+    def _next(self) -> tuple[RemoteNode | None, tuple[int, int]]:
+        """Whose turn is next, None for what is here; and (time, rank) of what happens then.
+
+        Clients and action faults come first, as in virtual time, where all of them were set before the run began.
+        """
+        node, due = None, self.loop.peek()
+        for other in self._nodes.values():
+            others = (self.paced.clock_ns, 0) if other.said.has_kept else other.said.next_due
+            if others < due:
+                node, due = other, others
+        return node, due
+
+    def _take_turn(self, node: RemoteNode | None, time_ns: int, rank: int) -> None:
+        self.paced.grant(time_ns, rank)
+        if node is not None:
+            node.tell(messages.Grant(rank=rank))
+        while node is None and self.paced.is_due:
+            self.paced.run_due()
+
+    def _listen(self, max_wait_s: float) -> None:
+        self.paced.listen(max_wait_s)
         if self._failure is not None:
             raise RuntimeError(self._failure)
 
@@ -385,7 +402,7 @@ class RemoteCluster:
         while not condition():
             if monotonic() > end_s:
                 raise KvReplayError(f"--transport zmq: the instances' processes took more than {limit_s:.0f} s {what}")
-            self._turn(_MAX_WAIT_S)
+            self._listen(_MAX_WAIT_S)
 
     # -- orders -------------------------------------------------------------------------------------------
 
