@@ -190,6 +190,8 @@ KINDS: Final[dict[str, KindSpec]] = {
 
 TERMINAL_KINDS: Final = ("request.finished", "request.failed", "request.aborted", "request.rejected")
 """The kinds that end a request on the instance they name (`request.rejected` also without one)."""
+CONNECTION_REFUSED: Final = "connection refused"
+"""Cause of a `request.rejected`: nobody listened at the instance."""
 
 
 class NullSink:

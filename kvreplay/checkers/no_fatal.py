@@ -53,9 +53,14 @@ def unfaulted_failures(frame: pl.DataFrame) -> pl.DataFrame:
 
 def is_of_whole_instance() -> pl.Expr:
     """Whether a `fault.injected` row is of a fault that does something to an instance, not to single requests."""
+    return pl.col("request_id").is_null() | is_action_on_instance()
+
+
+def is_action_on_instance() -> pl.Expr:
+    """Whether a `fault.injected` row is of a fault that commands an instance."""
     verbs = {name: VERBS[row.verb] for name, row in catalogue().items()}
     names = [name for name, verb in verbs.items() if isinstance(verb, ActionVerb) and not verb.acts_on_requests]
-    return pl.col("request_id").is_null() | pl.col("status").is_in(names)
+    return pl.col("status").is_in(names)
 
 
 def _check_engines(frame: pl.DataFrame) -> list[Finding]:

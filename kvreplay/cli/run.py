@@ -64,7 +64,8 @@ def run(
         typer.Option(
             "--fail-on",
             metavar="WORDS",
-            help="What fails a run: crashed,stalled,violated (default), failed, overdue, unfired (faults); or none.",
+            help="What fails a run, in place of crashed,stalled,violated: these (or default), failed, rejected, "
+            "aborted, overdue, unfired (faults); or none.",
         ),
     ] = None,
     overdue_after: Annotated[

@@ -218,7 +218,7 @@ class SteppingInstance:
             arrivals, self._arrivals = self._arrivals, []
             for request in arrivals:
                 if request.num_prompt_tokens >= scheduler.config.max_model_len:
-                    self._log.rejected(request, f"prompt of {request.num_prompt_tokens} tokens: max_model_len exceeded")
+                    self._log.rejected(request, f"max_model_len of {scheduler.config.max_model_len} exceeded")
                     if self.on_finished is not None:
                         self.on_finished(request)
                 else:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from kvreplay.connectors.mooncake.addresses import bootstrap_url
-from kvreplay.events import Event, EventSink
+from kvreplay.events import CONNECTION_REFUSED, Event, EventSink
 from kvreplay.replay.config import Role, Routing, TopologyConfig
 from kvreplay.replay.node import Leg
 from kvreplay.sim.bus import Bus
@@ -166,7 +166,7 @@ class Proxy:
                     self._bus.loop.now_ns,
                     instance=name,
                     request_id=request_id,
-                    cause="connection refused",
+                    cause=CONNECTION_REFUSED,
                 )
             )
 

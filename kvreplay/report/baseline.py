@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from kvreplay.report.layout import Column, Section, table, title
-from kvreplay.report.words import duration, number
+from kvreplay.report.words import ALWAYS_SHOWN, OUTCOMES, duration, number
 from kvreplay.verdict.model import Baseline, Summary
 
 
@@ -18,10 +18,10 @@ def baseline_section(summary: Summary) -> Section:
 
 
 def _counts(summary: Summary, twin: Baseline) -> Iterator[tuple[str, str, str, str]]:
+    """Outcomes add up to all requests: those that neither run has are left out, as in the table of requests."""
+    outcomes = {name: (getattr(summary.requests, name), getattr(twin.requests, name)) for name in OUTCOMES}
     pairs = {
-        "finished": (summary.requests.finished, twin.requests.finished),
-        "failed": (summary.requests.failed, twin.requests.failed),
-        "stalled": (summary.requests.stalled, twin.requests.stalled),
+        **{name: pair for name, pair in outcomes.items() if any(pair) or name in ALWAYS_SHOWN},
         "recomputed tokens": (summary.recomputed_tokens.total, twin.recomputed_tokens.total),
         "computed tokens": (summary.computed_tokens, twin.computed_tokens),
         "loaded tokens": (summary.loaded_tokens, twin.loaded_tokens),

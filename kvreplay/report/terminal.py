@@ -12,7 +12,7 @@ from kvreplay.report.layout import INDENT, Column, Line, Section, print_sections
 from kvreplay.report.reproduce import basis, command_lines
 from kvreplay.report.tiers import tiers_section
 from kvreplay.report.trouble import crashes_section, stalled_section, violations_section
-from kvreplay.report.words import causes, duration, listed, number, share
+from kvreplay.report.words import ALWAYS_SHOWN, OUTCOMES, causes, duration, listed, number, share
 from kvreplay.verdict.model import FaultCount, InEffect, Percentiles, Summary
 from kvreplay.verdict.verdict import plural
 
@@ -62,9 +62,25 @@ def _warnings(summary: Summary) -> Iterator[str]:
     for fault in summary.faults:
         if not fault.fired:
             yield f"{fault.spec} never fired: it tested nothing"
+        elif not fault.has_tested:
+            yield f"{fault.spec} fired only after every request had ended: it tested nothing"
+    yield from _unexplained(summary)
     for instance in summary.instances:
         if instance.overloaded:
             yield f"{instance.id} is overloaded: {instance.overloaded}"
+
+
+def _unexplained(summary: Summary) -> Iterator[str]:
+    """Ends without a full output that no fault explains: the configuration does not fit the trace, for one."""
+    requests = summary.requests
+    counts = {"rejected": requests.rejected_unfaulted}
+    if not any(fault.fired for fault in summary.faults):  # else they are violations
+        counts["failed"] = requests.failed_unfaulted
+    for outcome, count in counts.items():
+        if count:
+            reasons = {line.cause: line.count for line in summary.reasons if line.outcome == outcome}
+            why = f": {causes(reasons)}" if count == sum(reasons.values()) else ""
+            yield f"{plural(count, 'request')} {outcome} without a fault to blame{why}"
 
 
 def _speculative(summary: Summary) -> Section:
@@ -88,22 +104,14 @@ def _speculative(summary: Summary) -> Section:
 def _requests(summary: Summary) -> Section:
     requests = summary.requests
     yield title("Requests", number(requests.total))
-    counts = {
-        "finished": requests.finished,
-        "failed": requests.failed,
-        "aborted": requests.aborted,
-        "rejected": requests.rejected,
-        "stalled": requests.stalled,
-        "unfinished": requests.unfinished,
-    }
+    counts: dict[str, int] = {name: getattr(requests, name) for name in OUTCOMES}
     notes = {"stalled": _after_healing(summary), "unfinished": "neither ended nor proven stalled"}
     for outcome in ("failed", "aborted", "rejected"):
         notes[outcome] = causes({line.cause: line.count for line in summary.reasons if line.outcome == outcome})
-    always = ("finished", "failed", "stalled")
     rows = [
         (name, number(count), share(count, requests.total), notes.get(name, "") if count else "")
         for name, count in counts.items()
-        if count or name in always
+        if count or name in ALWAYS_SHOWN
     ]
     if requests.overdue:
         rows.append(("overdue", number(requests.overdue), share(requests.overdue, requests.total), "ended late"))
@@ -139,7 +147,8 @@ def _faults(summary: Summary) -> Section:
 
 def _became(fault: FaultCount) -> str:
     parts = [listed(fault.outcomes), f"not named: {listed(fault.followed)} later" if fault.followed else ""]
-    return "; ".join(filter(None, parts)) or "-"
+    became = "; ".join(filter(None, parts)) or "-"
+    return f"on {', '.join(fault.acted_on)}: {became}" if fault.acted_on else became
 
 
 def _latency(summary: Summary) -> Section:

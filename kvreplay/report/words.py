@@ -1,6 +1,12 @@
 """How numbers and foreign text are written in a report."""
 
 from collections.abc import Mapping
+from typing import Final
+
+OUTCOMES: Final = ("finished", "failed", "aborted", "rejected", "stalled", "unfinished")
+"""What becomes of requests, in the order of a report: they add up to all of them."""
+ALWAYS_SHOWN: Final = ("finished", "failed", "stalled")
+"""Of these: in a table even if there are none."""
 
 
 def number(value: float) -> str:

@@ -39,6 +39,8 @@ class Requests(msgspec.Struct, frozen=True, kw_only=True):
     """Neither ended nor proven stalled: lost on the way, or with a dead engine."""
     failed_unfaulted: int = 0
     """Failed though no fault named them, nor acted on their instances as a whole."""
+    rejected_unfaulted: int = 0
+    """Rejected though no fault named them, nor took their instance down."""
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,8 +172,17 @@ class FaultCount(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     outcomes: dict[str, int] = {}
     followed: dict[str, int] = {}
-    """What it acted on as a whole instance: what became of requests (failed, stalled, unfinished) that this instance
-    served or fed, that came to it no earlier than the fault and that no fault named."""
+    """What became of requests that no fault named, and that came to harm (failed, rejected, stalled, unfinished) by
+    this one: served or fed, no earlier than it acted, by an instance on which it acted as a whole, or held up by it."""
+    fired_late: int = 0
+    """Of an action on whole instances: how often it acted when every request had ended, which tests nothing."""
+    acted_on: list[str] = []
+    """Of such an action: the instances that it hit."""
+
+    @property
+    def has_tested(self) -> bool:
+        """Whether it acted while there was anything that it could have harmed."""
+        return self.fired > self.fired_late
 
 
 class Crash(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,12 +1,12 @@
 """What became of each request, from a trace's rows: ends, stalls, waits and latencies."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import polars as pl
 
 from kvreplay.checkers.frames import client_ends, routes, rows_of
-from kvreplay.events import TERMINAL_KINDS
+from kvreplay.events import CONNECTION_REFUSED, TERMINAL_KINDS
 from kvreplay.ids import NS_PER_S
 from kvreplay.verdict.model import Latency, Overdue, Percentiles, Reason, Requests, Stall
 
@@ -138,14 +138,15 @@ def _overdue(parked: pl.DataFrame) -> list[Overdue]:
     ]
 
 
-def count_requests(found: Outcomes, unfaulted: pl.Series) -> Requests:
-    """`unfaulted`: the requests whose failure no fault explains."""
+def count_requests(found: Outcomes, unfaulted: pl.Series, explained: Collection[str]) -> Requests:
+    """`unfaulted`: the requests whose failure no fault explains; `explained`: those that one has named or harmed."""
     table = found.requests
     counts = dict(table.group_by("outcome").len().rows())
     stalled = table.filter(pl.col("outcome") == "stalled")["request_id"]
     lost = {stall.request_id for stall in found.stalls if stall.ended is None}
     num_lost = sum(name in lost for name in stalled)
     failed = table.filter(pl.col("outcome") == "failed")
+    rejected = table.filter(pl.col("outcome") == "rejected")["request_id"]
     return Requests(
         total=table.height,
         finished=counts.get("finished", 0),
@@ -158,6 +159,7 @@ def count_requests(found: Outcomes, unfaulted: pl.Series) -> Requests:
         held_up=len(stalled) - num_lost,
         unfinished=counts.get("unfinished", 0),
         failed_unfaulted=failed.filter(pl.col("request_id").is_in(unfaulted.implode())).height,
+        rejected_unfaulted=sum(name not in explained for name in rejected),
     )
 
 
@@ -178,22 +180,22 @@ def outcomes_of(requests: pl.DataFrame, names: Sequence[str]) -> Mapping[str, in
     return dict(rows)
 
 
-def followers(requests: pl.DataFrame, acted: pl.DataFrame, named: pl.Series) -> list[str]:
+def followers(
+    requests: pl.DataFrame, acted: pl.DataFrame, named: pl.Series, held_up: Collection[str] = ()
+) -> list[str]:
     """Requests that came to harm no earlier than a fault acted on the instance which served or fed them (`acted`: its
-    rows), less the `named`: what harmed those is known."""
+    rows), or that it is known to have `held_up`; less the `named`: what harmed those is known."""
+    is_harmed = pl.col("outcome").is_in(["failed", "stalled", "unfinished"]) | (
+        (pl.col("outcome") == "rejected") & (pl.col("cause") == CONNECTION_REFUSED)
+    )
+    harmed = requests.filter(is_harmed, ~pl.col("request_id").is_in(named.implode()))
     since = acted.drop_nulls("instance").group_by("instance").agg(since_ns=pl.col("time_ns").min())
-    legs = pl.concat(
-        [requests.select("request_id", "outcome", "end_ns", instance=at) for at in ("serving", "producer")]
+    legs = pl.concat([harmed.select("request_id", "end_ns", instance=at) for at in ("serving", "producer")])
+    later = legs.join(since, on="instance").filter(
+        pl.col("end_ns").is_null() | (pl.col("end_ns") >= pl.col("since_ns"))
     )
-    return (
-        legs.filter(
-            pl.col("outcome").is_in(["failed", "stalled", "unfinished"]), ~pl.col("request_id").is_in(named.implode())
-        )
-        .join(since, on="instance")
-        .filter(pl.col("end_ns").is_null() | (pl.col("end_ns") >= pl.col("since_ns")))["request_id"]
-        .unique(maintain_order=True)
-        .to_list()
-    )
+    behind = harmed.filter(pl.col("request_id").is_in(list(held_up)))
+    return pl.concat([later["request_id"], behind["request_id"]]).unique(maintain_order=True).to_list()
 
 
 def latency(requests: pl.DataFrame) -> Latency:

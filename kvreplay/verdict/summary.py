@@ -10,12 +10,13 @@ import polars as pl
 
 from kvreplay.checkers.finding import Finding, recorded_findings
 from kvreplay.checkers.frames import rows_of
-from kvreplay.checkers.no_fatal import is_of_whole_instance, unfaulted_failures
+from kvreplay.checkers.no_fatal import is_action_on_instance, is_of_whole_instance, unfaulted_failures
 from kvreplay.ids import NS_PER_S
+from kvreplay.sim.event_loop import FOREVER_NS
 from kvreplay.verdict import counts
 from kvreplay.verdict.attach import Attached, StallKey, attach
 from kvreplay.verdict.model import Crash, FaultCount, InEffect, Requests, Stall, Summary, Violation
-from kvreplay.verdict.outcomes import count_reasons, count_requests, followers, latency, outcomes, outcomes_of
+from kvreplay.verdict.outcomes import Outcomes, count_reasons, count_requests, followers, latency, outcomes, outcomes_of
 from kvreplay.verdict.tiers import tiers
 from kvreplay.verdict.verdict import Verdict, judge
 
@@ -55,10 +56,11 @@ def summarise(frame: pl.DataFrame, facts: RunFacts, findings: Sequence[Finding] 
     overdue_after_ns = round(facts.in_effect.overdue_after_s * NS_PER_S)
     found = outcomes(frame, facts.path_timers_ns + overdue_after_ns)
     faults = _fault_rows(frame)
-    requests = count_requests(found, unfaulted_failures(frame)["request_id"])
-    fault_counts = _faults(faults, found.requests, facts.faults)
-    unfired = [fault.spec for fault in fault_counts if not fault.fired]
-    judged = _judge(frame, facts, found.stalls, requests, faults, findings, unfired=unfired)
+    became = _faults(faults, found, facts.faults)
+    fault_counts = [fault.count for fault in became]
+    explained = {name for fault in became for name in fault.request_ids}
+    requests = count_requests(found, unfaulted_failures(frame)["request_id"], explained)
+    judged = _judge(frame, facts, found.stalls, requests, faults, findings, fault_counts)
     usage = counts.usage_samples(frame)
     arrived = found.requests["arrived_ns"]
     instances = counts.instances(frame, usage, facts.roles, virtual_ns, int(arrived[-1]) if len(arrived) else 0)
@@ -106,8 +108,7 @@ def _judge(
     requests: Requests,
     faults: pl.DataFrame,
     findings: Sequence[Finding],
-    *,
-    unfired: Sequence[str],
+    fault_counts: Sequence[FaultCount],
 ) -> _Judged:
     """Attach what is implied to what implies it, and weigh the rest."""
     crashes = _crashes(frame)
@@ -119,7 +120,9 @@ def _judge(
     own_stalls = [_with_implied(stall, attached.by_stall.get(place)) for place, stall in enumerate(stalls)]
     own_crashes = [_with_implied(crash, attached.by_crash.get(place)) for place, crash in enumerate(crashes)]
     violations = _violations(attached, faults)
-    verdict = judge(requests, own_stalls, own_crashes, violations, facts.in_effect.fail_on, unfired)
+    unfired = [fault.spec for fault in fault_counts if not fault.fired]
+    too_late = [fault.spec for fault in fault_counts if fault.fired and not fault.has_tested]
+    verdict = judge(requests, own_stalls, own_crashes, violations, facts.in_effect.fail_on, unfired, too_late)
     return _Judged(verdict, own_stalls, own_crashes, violations)
 
 
@@ -169,25 +172,50 @@ def _by_name(implied: Counter[str] | None) -> dict[str, int]:
     return dict(sorted((implied or {}).items()))
 
 
-def _faults(rows: pl.DataFrame, requests: pl.DataFrame, planned: Sequence[PlannedFault]) -> list[FaultCount]:
+class _Became(NamedTuple):
+    count: FaultCount
+    request_ids: list[str]
+    """Those that it named and those that followed."""
+
+
+def _faults(rows: pl.DataFrame, found: Outcomes, planned: Sequence[PlannedFault]) -> list[_Became]:
     """In the order of the plan; what only the trace knows comes last."""
     named = rows.with_columns(pl.col("cause").fill_null(pl.col("status")))
     seen = named["cause"].unique(maintain_order=True)
     known = {fault.spec for fault in planned}
     plan = [*planned, *(PlannedFault(spec=spec) for spec in seen if spec not in known)]
     all_named = rows["request_id"].drop_nulls().unique()
-    return [_fault(fault, named.filter(pl.col("cause") == fault.spec), requests, all_named) for fault in plan]
+    return [_fault(fault, named.filter(pl.col("cause") == fault.spec), found, all_named) for fault in plan]
 
 
-def _fault(fault: PlannedFault, rows: pl.DataFrame, requests: pl.DataFrame, all_named: pl.Series) -> FaultCount:
+def _fault(fault: PlannedFault, rows: pl.DataFrame, found: Outcomes, all_named: pl.Series) -> _Became:
+    requests = found.requests
     names = rows["request_id"].drop_nulls().unique(maintain_order=True).to_list()
-    moments = rows.select("time_ns", "instance", "peer").n_unique() if rows.height else 0
-    followed = followers(requests, rows.filter(is_of_whole_instance()), all_named)
-    return FaultCount(
+    moments = _num_moments(rows)
+    held_up = [stall.request_id for stall in found.stalls if stall.fault == fault.spec]
+    followed = followers(requests, rows.filter(is_of_whole_instance()), all_named, held_up)
+    actions = rows.filter(is_action_on_instance())
+    late = actions.filter(pl.col("request_id").is_null(), pl.col("time_ns") >= _last_end_ns(requests))
+    count = FaultCount(
         spec=fault.spec,
         name=fault.name or (rows["status"][0] if rows.height else ""),
         fired=moments if fault.fired is None else fault.fired,
         requests=len(names),
         outcomes=dict(outcomes_of(requests, names)),
         followed=dict(outcomes_of(requests, followed)),
+        fired_late=_num_moments(late),
+        acted_on=actions["instance"].drop_nulls().unique(maintain_order=True).to_list(),
     )
+    return _Became(count, [*names, *followed])
+
+
+def _last_end_ns(requests: pl.DataFrame) -> int:
+    """When the last request ended; never, if one has not."""
+    ends = requests["end_ns"]
+    last = FOREVER_NS if ends.null_count() else ends.max()
+    assert last is None or isinstance(last, int)
+    return last or 0
+
+
+def _num_moments(rows: pl.DataFrame) -> int:
+    return rows.select("time_ns", "instance", "peer").n_unique() if rows.height else 0

@@ -9,8 +9,9 @@ from kvreplay.errors import ConfigError
 from kvreplay.verdict.exit_status import ExitStatus
 from kvreplay.verdict.model import DEFAULT_FAIL_ON, Crash, Requests, Stall, Violation, Word
 
-FAIL_ON: Final = ("crashed", "stalled", "violated", "failed", "overdue", "unfired")
-
+FAIL_ON: Final = ("crashed", "stalled", "violated", "failed", "rejected", "aborted", "overdue", "unfired")
+DEFAULT: Final = "default"
+"""Of `--fail-on`: what counts without it."""
 
 WORDS: Final[dict[ExitStatus, Word]] = {
     ExitStatus.PASSED: "passed",
@@ -30,18 +31,19 @@ class Verdict(NamedTuple):
 
 
 def parse_fail_on(text: str) -> tuple[str, ...]:
-    """`--fail-on a,b`: what counts against a run, in order of weight; `none`: nothing does.
+    """`--fail-on a,b`: what counts against a run, in order of weight; `default` stands for what counts without the
+    option, `none` for nothing.
 
     Raises ConfigError naming the nearest known word.
     """
     words = [word.strip() for word in text.split(",")]
     if words == ["none"]:
         return ()
+    known = [*FAIL_ON, DEFAULT]
     for word in words:
-        if word not in FAIL_ON:
-            known = ", ".join(FAIL_ON)
-            raise ConfigError(f"--fail-on {text}: {word!r} is none of {known}{nearest(word, list(FAIL_ON))}")
-    return tuple(word for word in FAIL_ON if word in words)
+        if word not in known:
+            raise ConfigError(f"--fail-on {text}: {word!r} is none of {', '.join(known)}{nearest(word, known)}")
+    return tuple(word for word in FAIL_ON if word in words or (DEFAULT in words and word in DEFAULT_FAIL_ON))
 
 
 def plural(count: int, noun: str) -> str:
@@ -56,19 +58,22 @@ def judge(
     violations: Sequence[Violation],
     fail_on: Sequence[str] = DEFAULT_FAIL_ON,
     unfired: Sequence[str] = (),
+    too_late: Sequence[str] = (),
 ) -> Verdict:
     """Crashed before stalled before violated before passed; what `fail_on` leaves out is only mentioned.
 
     `violations` are the independent ones: what a stall or a crash implies is attached to it, not among them.
-    `unfired`: faults that never fired.
+    `unfired`: faults that never fired; `too_late`: those that did when every request had ended.
     """
     sentences = {
         "crashed": (ExitStatus.CRASHED, _say_crashes(crashes)),
         "stalled": (ExitStatus.STALLED, _say_stalls(requests, stalls)),
         "violated": (ExitStatus.VIOLATED, _say_violations(violations)),
         "failed": (ExitStatus.VIOLATED, _say(requests.failed, "failed")),
+        "rejected": (ExitStatus.VIOLATED, _say(requests.rejected, "rejected")),
+        "aborted": (ExitStatus.VIOLATED, _say(requests.aborted, "aborted")),
         "overdue": (ExitStatus.VIOLATED, _say(requests.overdue, "ended overdue")),
-        "unfired": (ExitStatus.VIOLATED, f"never fired: {', '.join(unfired)}" if unfired else ""),
+        "unfired": (ExitStatus.VIOLATED, _say_unfired(unfired, too_late)),
     }
     for word in FAIL_ON:
         status, sentence = sentences[word]
@@ -111,6 +116,11 @@ def _say_violations(violations: Sequence[Violation]) -> str:
 
 def _say(count: int, what: str) -> str:
     return f"{plural(count, 'request')} {what}" if count else ""
+
+
+def _say_unfired(unfired: Sequence[str], too_late: Sequence[str]) -> str:
+    parts = {"never fired": unfired, "fired only after every request had ended": too_late}
+    return "; ".join(f"{what}: {', '.join(specs)}" for what, specs in parts.items() if specs)
 
 
 def _say_outcomes(requests: Requests) -> str:

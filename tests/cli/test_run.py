@@ -37,6 +37,9 @@ def run(*arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
         ("--inject timeout:nth=900", 0, "PASSED"),
         ("--inject timeout:nth=900 --fail-on unfired", 3, "VIOLATED"),
         ("--inject timeout --fail-on unfired", 0, "PASSED"),
+        ("--inject peer-crash:at=1h --fail-on unfired", 3, "VIOLATED"),
+        ("--set model.max_model_len=10", 0, "PASSED"),
+        ("--set model.max_model_len=10 --fail-on default,rejected", 3, "VIOLATED"),
         ("--inject timeout --profile pre-50984", 4, "STALLED"),
         ("--inject timeout --profile pre-50984 --fail-on crashed", 0, "PASSED"),
         ("--inject engine.step-raises:instance=D0,at=3s", 5, "CRASHED"),
@@ -188,7 +191,7 @@ def error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("decode-stall --detail block", "--detail block: expected one of run, steps, blocks; did you mean 'blocks'?"),
         (
             "decode-stall --fail-on stall",
-            "--fail-on stall: 'stall' is none of crashed, stalled, violated, failed, over",
+            "--fail-on stall: 'stall' is none of crashed, stalled, violated, failed, reje",
         ),
         ("decode-stall --detail blocks", "--detail blocks: says what a written trace holds, give -o as well"),
         ("decode-stall -o decode-stall", "-o decode-stall: is the name of a canned trace, which it would hide; expec"),

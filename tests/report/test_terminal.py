@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from kvreplay.report.terminal import print_report
-from kvreplay.verdict.model import Summary
+from kvreplay.verdict.model import FaultCount, Reason, Summary
 
 Printed = Callable[..., list[str]]
 
@@ -45,6 +45,27 @@ def test_the_verdict_comes_first_with_its_reason_and_what_to_beware_of(summary: 
         "! prefill-0 is overloaded: computed 97 % of the time",
         "3,601 s of virtual time in 12.3 s, 293 times as fast",
     ]
+
+
+def test_what_no_fault_explains_is_said_under_the_verdict(summary: Summary) -> None:
+    requests = msgspec.structs.replace(summary.requests, rejected=60, rejected_unfaulted=60, failed_unfaulted=2)
+    reasons = [*summary.reasons, Reason(outcome="rejected", cause="max_model_len of 10 exceeded", count=60)]
+    rejected = changed(summary, requests=requests, reasons=reasons, instances=[])
+    assert printed(rejected, 200)[2:4] == [
+        "! slow:nth=9000 never fired: it tested nothing",
+        "! 60 requests rejected without a fault to blame: max_model_len of 10 exceeded",
+    ]  # of failures beside faults the violations say more
+    assert printed(changed(rejected, faults=[]), 200)[2:4] == [
+        "! 60 requests rejected without a fault to blame: max_model_len of 10 exceeded",
+        "! 2 requests failed without a fault to blame",
+    ]
+
+
+def test_an_action_that_came_too_late_is_worth_a_word_and_says_where_it_acted(summary: Summary) -> None:
+    late = FaultCount(spec="peer-crash", name="peer-crash", fired=1, requests=0, fired_late=1, acted_on=["P0"])
+    lines = printed(changed(summary, faults=[late]))
+    assert lines[2] == "! peer-crash fired only after every request had ended: it tested nothing"
+    assert section(lines, "Faults")[1].split() == ["peer-crash", "1", "0", "on", "P0:", "-"]
 
 
 def test_requests_are_listed_by_outcome_with_reasons(summary: Summary) -> None:
@@ -259,6 +280,16 @@ def test_the_cost_of_the_faults_stands_beside_the_faultless_twin(summary: Summar
         "  stalled                    240               0        +240",
     ]
     assert lines[4].split()[-1] == "-"
+
+
+def test_the_outcomes_beside_the_twin_add_up_to_all_requests(summary: Summary) -> None:
+    twin = msgspec.structs.replace(summary.requests, finished=12_031, failed=0, stalled=0)
+    requests = msgspec.structs.replace(summary.requests, finished=11_000, rejected=700, aborted=70, unfinished=9)
+    report = changed(summary, requests=requests).with_baseline(changed(summary, requests=twin))
+    lines = [line.split() for line in section(printed(report), "Cost of the faults")[1:7]]
+    assert [line[0] for line in lines] == ["finished", "failed", "aborted", "rejected", "stalled", "unfinished"]
+    for column, total in ((1, 12_031), (2, 12_031)):
+        assert sum(int(line[column].replace(",", "")) for line in lines) == total
 
 
 def test_a_small_run_has_a_small_report(summary: Summary) -> None:

@@ -351,6 +351,37 @@ def test_a_fault_on_an_instance_explains_what_fails_there_later(sum_up: SumUp) -
     assert (named.requests, named.outcomes, named.followed) == (1, {"failed": 1}, {})
 
 
+def test_who_is_refused_where_a_fault_took_the_instance_down_follows_from_it(sum_up: SumUp) -> None:
+    crash = Event("fault.injected", ns(4), "D0", 1, status="peer-crash", cause="peer-crash:at=4s,instance=D0")
+    summary = sum_up(
+        *arrivals("r1", "r2", "r3"),
+        on("D0", "request.rejected", "r1", 3, cause="connection refused"),
+        crash,
+        on("D0", "request.rejected", "r2", 9, cause="connection refused"),
+        on("D0", "request.rejected", "r3", 9, cause="max_model_len of 10 exceeded"),
+    )
+    [crashed] = summary.faults
+    assert (crashed.acted_on, crashed.followed, crashed.fired_late) == (["D0"], {"rejected": 1}, 0)
+    assert (summary.requests.rejected, summary.requests.rejected_unfaulted) == (3, 2)
+
+
+def test_who_stalls_behind_a_fault_that_named_others_follows_from_it(sum_up: SumUp) -> None:
+    blamed = stalled("r2", 20, 5)._replace(cause_handle=len(arrivals("r1", "r2", "r3")))
+    summary = sum_up(*arrivals("r1", "r2", "r3"), fault("r1", 2), stalled("r1", 20, 5), blamed, stalled("r3", 20, 5))
+    assert [stall.fault for stall in summary.stalled] == ["timeout:p=0.5", "timeout:p=0.5", None]
+    [lost] = summary.faults
+    assert (lost.outcomes, lost.followed) == ({"stalled": 1}, {"stalled": 1})
+
+
+@pytest.mark.parametrize(("at_s", "late"), [(8.9, 0), (9, 1), (60, 1)])
+def test_an_action_when_every_request_has_ended_tests_nothing(sum_up: SumUp, at_s: float, late: int) -> None:
+    crash = Event("fault.injected", ns(at_s), "P0", 1, status="peer-crash", cause="peer-crash")
+    [crashed] = sum_up(*arrivals("r1"), *finished("r1", 9, 2), crash).faults
+    assert (crashed.fired, crashed.fired_late, crashed.has_tested) == (1, late, not late)
+    [crashed] = sum_up(*arrivals("r1", "r2"), *finished("r1", 9, 2), crash).faults
+    assert crashed.has_tested
+
+
 def test_without_the_plan_s_count_rows_of_one_moment_are_one_firing(sum_up: SumUp) -> None:
     [found] = sum_up(*arrivals("r1", "r2", "r3"), fault("r1", 2), fault("r2", 2), fault("r3", 5)).faults
     assert (found.fired, found.requests) == (2, 3)

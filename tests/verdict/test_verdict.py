@@ -72,16 +72,20 @@ def test_exit_statuses_are_an_interface() -> None:
     [
         ({"failed": 1}, "failed", DEFAULT_FAIL_ON, ExitStatus.PASSED),
         ({"failed": 1}, "failed", ("failed",), ExitStatus.VIOLATED),
+        ({"rejected": 1}, "rejected", DEFAULT_FAIL_ON, ExitStatus.PASSED),
+        ({"rejected": 1}, "rejected", (*DEFAULT_FAIL_ON, "rejected"), ExitStatus.VIOLATED),
+        ({"aborted": 1}, "aborted", DEFAULT_FAIL_ON, ExitStatus.PASSED),
+        ({"aborted": 1}, "aborted", ("aborted",), ExitStatus.VIOLATED),
         ({"overdue": 1}, "overdue", DEFAULT_FAIL_ON, ExitStatus.PASSED),
         ({"overdue": 1}, "overdue", ("overdue",), ExitStatus.VIOLATED),
     ],
 )
-def test_failed_and_overdue_count_only_where_asked(
+def test_other_ends_count_only_where_asked(
     counts: dict[str, int], word: str, fail_on: tuple[str, ...], status: ExitStatus
 ) -> None:
     verdict = judge(requests(total=2, finished=1, **counts), [], [], [], fail_on)
     assert verdict.status == status
-    assert (word in verdict.reason) == (word == "failed" or status == ExitStatus.VIOLATED)
+    assert (word in verdict.reason) == (word != "overdue" or status == ExitStatus.VIOLATED)
 
 
 def test_a_fault_that_never_fired_counts_only_where_asked() -> None:
@@ -92,6 +96,10 @@ def test_a_fault_that_never_fired_counts_only_where_asked() -> None:
         "never fired: slow:nth=9, abort",
     )
     assert judge(clean, [], [], [], ("unfired",)).status == ExitStatus.PASSED
+    assert judge(clean, [], [], [], ("unfired",), [], ["peer-crash"]) == (
+        ExitStatus.VIOLATED,
+        "fired only after every request had ended: peer-crash",
+    )
 
 
 def test_what_is_left_out_is_still_said() -> None:
@@ -149,9 +157,14 @@ def test_fail_on_takes_words_in_any_order() -> None:
     assert parse_fail_on("none") == ()
 
 
+def test_fail_on_default_adds_to_what_counts_anyway() -> None:
+    assert parse_fail_on("default") == DEFAULT_FAIL_ON
+    assert parse_fail_on("rejected,default") == (*DEFAULT_FAIL_ON, "rejected")
+
+
 @pytest.mark.parametrize("text", ["stall", "", "crashed,none"])
 def test_fail_on_refuses_other_words(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--fail-on .* is none of crashed, stalled, violated, failed, overdue"):
+    with pytest.raises(ConfigError, match=r"^--fail-on .* is none of crashed, stalled, violated, failed, rejected, "):
         parse_fail_on(text)
 
 
