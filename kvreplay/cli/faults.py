@@ -12,21 +12,23 @@ if TYPE_CHECKING:
 
 
 def faults(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One fault. Default: all of them.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="One fault, or a part: mooncake, offload, ... Default: all.")
+    ] = None,
     *,
     as_json: JsonOption = False,
 ) -> None:
     """Print the faults that --inject and plan files know, with what must survive each."""
-    from kvreplay.faults.catalogue import catalogue, find_row
+    from kvreplay.faults.catalogue import catalogue, find_rows
     from kvreplay.report.faults import print_catalogue, print_fault
 
-    rows = list(catalogue().values()) if name is None else [find_row(name)]
+    rows = list(catalogue().values()) if name is None else find_rows(name)
     if as_json:
         print_json(faults_document(rows))
-    elif name is None:
-        print_catalogue(rows, make_console())
-    else:
+    elif [row.name for row in rows] == [name]:
         print_fault(rows[0], make_console())
+    else:
+        print_catalogue(rows, make_console())
 
 
 def faults_document(rows: Iterable["FaultRow"]) -> dict[str, Any]:

@@ -36,9 +36,18 @@ def _all_rows() -> Iterator[FaultRow]:
     yield from generic.ROWS
 
 
-def find_row(name: str) -> FaultRow:
-    """The row of this name. Raises ConfigError naming the nearest known one."""
-    row = catalogue().get(name)
-    if row is None:
-        raise ConfigError(f"no fault {name!r}{nearest(name, list(catalogue()), '; kvreplay faults lists them')}")
-    return row
+def part_of(row: FaultRow) -> str:
+    """The part of a cluster that it acts on, as its name says; of those with short names: none."""
+    return "" if row.short_name else row.name.partition(".")[0]
+
+
+def find_rows(name: str) -> list[FaultRow]:
+    """The row of this name, or those of this part. Raises ConfigError naming the nearest known one."""
+    rows = catalogue()
+    if name in rows:
+        return [rows[name]]
+    of_part = [row for row in rows.values() if name and part_of(row) == name]
+    if not of_part:
+        parts = dict.fromkeys(part for row in rows.values() if (part := part_of(row)))
+        raise ConfigError(f"no fault {name!r}{nearest(name, [*rows, *parts], '; kvreplay faults lists them')}")
+    return of_part

@@ -1,13 +1,13 @@
 """Plan files: TOML with one `[[fault]]` table per fault, `name` and the keys that `--inject` takes."""
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from kvreplay.behaviour import nearest
 from kvreplay.errors import ConfigError
-from kvreplay.faults.spec import Fault, build_fault, parse_spec
+from kvreplay.faults.spec import Fault, build_fault, keys_of, parse_spec
 
 MAX_PLAN_BYTES: Final = 1 << 20
 MAX_FAULTS: Final = 1000
@@ -22,7 +22,19 @@ def make_plan(specs: Sequence[str] = (), plan_file: Path | None = None) -> Fault
     plan = (*from_file, *(parse_spec(spec) for spec in specs))
     if len(plan) > MAX_FAULTS:
         raise ConfigError(f"--inject: at most {MAX_FAULTS} faults, got {len(plan)}")
+    _check_distinct(plan)
     return plan
+
+
+def _check_distinct(plan: FaultPlan) -> None:
+    """Two that are the same draw the same luck: the second finds nothing left, and would be reported with the first."""
+    first_of: dict[Hashable, Fault] = {}
+    for fault in plan:
+        first = first_of.setdefault(fault.identity, fault)
+        if first is not fault:
+            where = f"{first.origin} is" if first.origin != fault.origin else "it is"
+            hint = ", or an id of its own" if "id" in keys_of(fault.row) else ""
+            raise ConfigError(f"{fault.origin}: the same fault twice, {where} there already; expected other keys{hint}")
 
 
 def load_plan(path: Path) -> FaultPlan:

@@ -4,7 +4,7 @@ A comma separates keys, a backslash takes the meaning from the character after i
 text: parsed again, it gives the same fault.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -59,6 +59,11 @@ class Fault:
         return self.row.name
 
     @property
+    def identity(self) -> Hashable:
+        """What it does to whom, however it is spelled."""
+        return (self.name, tuple(self.settings.items()), *(getattr(self, key) for key in COMMON_KEYS))
+
+    @property
     def hits_everything(self) -> bool:
         """Without a choice, every conversation or request that the keys match."""
         return self.p is None and self.nth is None and self.count is None
@@ -82,7 +87,7 @@ COMMON_KEYS: Final[Mapping[str, Key]] = {
     "p": Key(parse_probability, format_float, "probability of each conversation (action fault: request)"),
     "nth": Key(parse_ordinals, format_ordinals, "only these of the matching ones, counted from 1: 3, 2..4 or 1,3"),
     "count": Key(lambda text: parse_integer(text, 1), str, "at most so many"),
-    "after": Key(parse_moment, format_moment, "not before this time (90s) or event (request.routed@P0)"),
+    "after": Key(parse_moment, format_moment, "not before this time (90s) or event (request.parked@D0)"),
     "until": Key(
         parse_moment,
         format_moment,
@@ -90,7 +95,12 @@ COMMON_KEYS: Final[Mapping[str, Key]] = {
         "(pull.settled#self: of a request that the message names)",
     ),
     "request": Key(_text, str, "glob over request ids"),
-    "instance": Key(_text, str, "glob over instances: the one that asks or receives; where an action acts"),
+    "instance": Key(
+        _text,
+        str,
+        "glob over instances: the one that asks or receives; where an action acts: without it, one on a whole instance "
+        "acts on the first prefill instance alone (or the first of all)",
+    ),
     "peer": Key(_text, str, "glob over the instances at the other end"),
     "rank": Key(parse_integer, str, "worker rank at the instance's end"),
     "group": Key(parse_integer, str, "KV cache group of the bytes"),

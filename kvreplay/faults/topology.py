@@ -2,10 +2,11 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from kvreplay.errors import ConfigError
 from kvreplay.faults.action import PRODUCER, moment_of
-from kvreplay.faults.patterns import SERVING, EventPattern, matches_any
+from kvreplay.faults.patterns import SERVING, EventPattern, format_moment, matches_any
 from kvreplay.faults.plan import FaultPlan
 from kvreplay.faults.registry import VERBS
 from kvreplay.faults.spec import Fault
@@ -14,6 +15,12 @@ from kvreplay.sim.envelope import BOOTSTRAP_REGISTER, CLIENT_ARRIVAL, RANK_REPOR
 
 _ASKERS = ("kv_consumer", "kv_both")
 _GIVERS = ("kv_producer", "kv_both")
+_AT_CONSUMERS: Final = (
+    *("request.routed", "bootstrap.queried", "bootstrap.answered"),
+    *("pull.sent", "pull.replied", "pull.settled"),
+)
+_AT_PRODUCERS: Final = ("send.started", "send.finished", "send.expired")
+"""Kinds of events of which only one end of a pair has any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +41,7 @@ def check_possible(plan: FaultPlan, topology: TopologyInfo) -> None:
     """Raises ConfigError for the first fault that nothing in this configuration can ever meet."""
     for fault in plan:
         _check_parts(fault, topology)
+        _check_times(fault)
         _check_instances(fault, topology)
         _check_requests(fault, topology)
         _check_indices(fault, topology)
@@ -48,6 +56,20 @@ def _check_parts(fault: Fault, topology: TopologyInfo) -> None:
         raise ConfigError(f"{fault.origin}: {fault.name} needs the {needs} connector; configured: {have}")
     if isinstance(verb, ActionVerb | SetupVerb) and verb.name not in topology.commands:
         raise ConfigError(f"{fault.origin}: nothing in this configuration can carry out {verb.name}")
+
+
+def _check_times(fault: Fault) -> None:
+    """Times alone must leave it a moment; events may come in any order."""
+    at = fault.settings.get("at")
+    after, until = fault.after, fault.until
+    if isinstance(after, int) and isinstance(until, int) and after >= until:
+        raise ConfigError(
+            f"{fault.origin}: after={format_moment(after)},until={format_moment(until)} leaves no time to act in"
+        )
+    if isinstance(at, int) and isinstance(after, int) and at < after:
+        raise ConfigError(f"{fault.origin}: at={format_moment(at)} comes before after={format_moment(after)}")
+    if isinstance(at, int) and isinstance(until, int) and at >= until:
+        raise ConfigError(f"{fault.origin}: at={format_moment(at)} is not before until={format_moment(until)}")
 
 
 def _check_instances(fault: Fault, topology: TopologyInfo) -> None:
@@ -101,8 +123,16 @@ def _check_pattern(fault: Fault, pattern: EventPattern, topology: TopologyInfo) 
     if not topology.connectors and all(_is_of_a_connector(kind) for kind in pattern.kinds):
         raise ConfigError(f"{fault.origin}: waits for {pattern.text}, which needs a connector; none is configured")
     instance = pattern.instance
-    if instance not in (None, SERVING) and not matches_any(instance, topology.instances):
+    if instance in (None, SERVING):
+        return
+    if not matches_any(instance, topology.instances):
         raise ConfigError(f"{fault.origin}: {pattern.text} matches no instance{_one_of(topology.instances)}")
+    at_consumers = all(kind in _AT_CONSUMERS for kind in pattern.kinds)
+    if at_consumers or all(kind in _AT_PRODUCERS for kind in pattern.kinds):
+        excluded = "kv_producer" if at_consumers else "kv_consumer"
+        able = [name for name, role in topology.instances.items() if role != excluded]
+        if not matches_any(instance, able):
+            raise ConfigError(f"{fault.origin}: {pattern.text} happens nowhere{_one_of(able)}")
 
 
 def _is_of_a_connector(kind: str) -> bool:

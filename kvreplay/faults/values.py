@@ -49,9 +49,10 @@ def format_duration(duration_ns: int) -> str:
 
 
 def parse_probability(text: str) -> float:
-    value = _parse_float(text, "a probability from 0 to 1")
-    if not 0.0 <= value <= 1.0:
-        raise ValueError(f"must be a probability from 0 to 1, got {text!r}")
+    what = "a probability above 0, up to 1"
+    value = _parse_float(text, what)
+    if not 0.0 < value <= 1.0:
+        raise ValueError(f"must be {what}, got {text!r}")
     return value
 
 

@@ -6,8 +6,9 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
+from kvreplay.faults.catalogue import part_of
 from kvreplay.faults.registry import settings_of
-from kvreplay.faults.spec import COMMON_KEYS, default_of, write_setting
+from kvreplay.faults.spec import COMMON_KEYS, default_of, keys_of, write_setting
 from kvreplay.report.layout import Column, Line, Rows, Section, print_sections, title
 from kvreplay.sim.catalogue import FaultRow, Setting
 
@@ -26,20 +27,21 @@ def print_catalogue(rows: Iterable[FaultRow], console: Console) -> None:
 
 
 def print_fault(row: FaultRow, console: Console) -> None:
-    print_sections(console, [_row(row)])
+    """One row, with what else a user of it must know: the connector that it needs, and the keys that it takes."""
+    print_sections(console, [_row(row, is_alone=True)])
 
 
 def sections_of(rows: Iterable[FaultRow]) -> Iterator[tuple[str, list[FaultRow]]]:
     """Short names, then the others by the part that they act on; the catalogue has brought them into that order."""
 
     def section_of(row: FaultRow) -> str:
-        return "Short names" if row.short_name else row.name.partition(".")[0].capitalize()
+        return part_of(row).capitalize() or "Short names"
 
     for name, members in groupby(rows, key=section_of):
         yield name, list(members)
 
 
-def _row(row: FaultRow) -> Section:
+def _row(row: FaultRow, *, is_alone: bool = False) -> Section:
     is_short = len(row.name) <= _NAME_WIDTH
     if not is_short:
         yield Line(row.name, style=_NAME_STYLE)
@@ -50,6 +52,10 @@ def _row(row: FaultRow) -> Section:
         *(("setting", _setting(name, setting)) for name, setting in settings_of(row).items()),
         ("survives", Text(row.survives)),
     ]
+    if is_alone:
+        details.append(("needs", Text(f"the {row.needs} connector" if row.needs else "nothing: any configuration")))
+        keys = {key: COMMON_KEYS[key].doc for key in COMMON_KEYS if key in keys_of(row)}
+        details += [("key", Text.assemble((key, "green"), f": {doc}")) for key, doc in keys.items()]
     rows = [
         (Text(f"{row.name if is_short and not place else '':{_NAME_WIDTH}}", _NAME_STYLE), Text(what, "dim"), said)
         for place, (what, said) in enumerate(details)

@@ -57,7 +57,7 @@ def summarise(frame: pl.DataFrame, facts: RunFacts, findings: Sequence[Finding] 
     found = outcomes(frame, facts.path_timers_ns + overdue_after_ns)
     faults = _fault_rows(frame)
     became = _faults(faults, found, facts.faults)
-    fault_counts = [fault.count for fault in became]
+    fault_counts = [fault.counted for fault in became]
     explained = {name for fault in became for name in fault.request_ids}
     requests = count_requests(found, unfaulted_failures(frame)["request_id"], explained)
     judged = _judge(frame, facts, found.stalls, requests, faults, findings, fault_counts)
@@ -173,7 +173,7 @@ def _by_name(implied: Counter[str] | None) -> dict[str, int]:
 
 
 class _Became(NamedTuple):
-    count: FaultCount
+    counted: FaultCount
     request_ids: list[str]
     """Those that it named and those that followed."""
 

@@ -9,9 +9,9 @@ import pytest
 from kvreplay.cli.app import run_app
 from kvreplay.errors import ConfigError
 from kvreplay.faults import verbs
-from kvreplay.faults.catalogue import catalogue, find_row
+from kvreplay.faults.catalogue import catalogue, find_rows
 from kvreplay.faults.registry import VERBS, settings_of
-from kvreplay.faults.spec import COMMON_KEYS, default_of, parse_spec, write_setting
+from kvreplay.faults.spec import COMMON_KEYS, default_of, keys_of, parse_spec, write_setting
 from kvreplay.faults.verb import ActionVerb, MessageVerb
 from kvreplay.sim.catalogue import FaultRow
 
@@ -65,7 +65,7 @@ def test_every_verb_has_a_file_of_its_name_and_a_row() -> None:
 
 def test_an_unknown_name_brings_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"^no fault 'mooncake\.resp-lots'; did you mean 'mooncake\.resp-lost'\?$"):
-        find_row("mooncake.resp-lots")
+        find_rows("mooncake.resp-lots")
 
 
 # -- the command -----------------------------------------------------------------------------------------
@@ -93,6 +93,25 @@ def test_one_fault_alone_is_printed_alone(capsys: pytest.CaptureFixture[str]) ->
     printed = capsys.readouterr().out
     assert "delay=10s" in printed
     assert "timeout" not in printed
+
+
+@pytest.mark.parametrize(("name", "needs"), [("slow", "the mooncake connector"), ("peer-crash", "nothing: any")])
+def test_one_fault_alone_says_its_keys_and_what_it_needs(
+    name: str, needs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_app(["faults", name]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert any(line.startswith(f"needs {needs}") for line in lines)
+    said = [line.split()[1].removesuffix(":") for line in lines if line.startswith("key ")]
+    assert said == [key for key in COMMON_KEYS if key in keys_of(catalogue()[name])]
+
+
+def test_the_faults_of_a_part_are_listed_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["faults", "offload", "--json"]) == 0
+    listed = [fault["name"] for fault in json.loads(capsys.readouterr().out)["faults"]]
+    assert listed == [name for name in catalogue() if name.startswith("offload.")]
+    assert run_app(["faults", "offload"]) == 0
+    assert capsys.readouterr().out.startswith("Offload\n")
 
 
 def test_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:

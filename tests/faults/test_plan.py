@@ -47,6 +47,35 @@ def test_the_files_faults_come_before_those_of_the_command_line(plan_file: Path)
 
 
 @pytest.mark.parametrize(
+    ("specs", "reason"),
+    [
+        (
+            ["timeout", "timeout"],
+            "--inject timeout: the same fault twice, it is there already; expected other keys, or ",
+        ),
+        (
+            ["slow:p=0.5", "slow:delay=10s,p=0.5"],
+            "--inject slow:delay=10s,p=0.5: the same fault twice, --inject slow:p",
+        ),
+        (
+            ["abort", "slow:delay=2s"],
+            "--inject slow:delay=2s: the same fault twice, plan.toml: fault 1 is there already",
+        ),
+    ],
+)
+def test_the_same_fault_twice_is_refused(plan_file: Path, specs: list[str], reason: str) -> None:
+    """They would share their firings, and the second be reported with those of the first."""
+    plan_file.write_text('[[fault]]\nname = "slow"\ndelay = "2s"')
+    with pytest.raises(ConfigError) as error:
+        make_plan(specs, plan_file)
+    assert str(error.value).startswith(reason)
+
+
+def test_faults_of_one_name_that_differ_may_stand_together() -> None:
+    assert len(make_plan(["timeout:p=0.5", "timeout:p=0.5,id=b", "timeout:nth=1", "timeout"])) == 4
+
+
+@pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("", "has no [[fault]] table"),

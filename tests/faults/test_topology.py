@@ -55,6 +55,13 @@ def test_one_engine_without_a_connector(spec: str, reason: str) -> None:
         ("timeout:peer=D*", "peer=D* matches no instance, expected one of P0, P1"),
         ("timeout:rank=1", "rank must be below 1, got 1"),
         ("corrupt:group=3", "group must be below 1, got 3"),
+        ("timeout:after=request.routed@P0", "request.routed@P0 happens nowhere, expected one of D0, D1"),
+        ("timeout:until=pull.s*@P*", "pull.s*@P* happens nowhere, expected one of D0, D1"),
+        ("peer-crash:at=send.started@D0", "send.started@D0 happens nowhere, expected one of P0, P1"),
+        ("timeout:after=5s,until=3s", "after=5s,until=3s leaves no time to act in"),
+        ("timeout:after=3s,until=3s", "after=3s,until=3s leaves no time to act in"),
+        ("peer-crash:after=2m", "at=1m comes before after=2m"),
+        ("peer-crash:until=30s", "at=1m is not before until=30s"),
         ("timeout:after=pull.sent@X*", "pull.sent@X* matches no instance, expected one of P0, P1, D0, D1"),
     ],
 )
