@@ -70,8 +70,11 @@ _OPTIONS: Final[dict[str, type]] = {
     "simple_cpu": SimpleCpuConfig,
 }
 """Kind of connector → its own keys in `[connector]`."""
+_TOGETHER: Final = ("mooncake", "offloading")
+"""What `multi` has."""
 _FROM_ELSEWHERE: Final = {"scheduler": ("max_model_len",), "connector": ("options",)}
 """Fields that are not keys of their own table."""
+_KIND: Final = "connector.kind"
 _EXTRA_KEYS: Final[dict[str, dict[str, Any]]] = {
     "model": {"preset": str, "block_size": int},
     "timing": {"preset": str},
@@ -141,7 +144,8 @@ def load_config(
     document, name, origin = _base_document(name_or_path, trace_config)
     document.setdefault("network", {"preset": DEFAULT_NETWORK})
     source = {"the trace": "the trace's config"}.get(origin, name)
-    for assignment in sets:
+    # First what decides on which keys there are: with another kind of connector, the file's own keys for it are gone.
+    for assignment in sorted(sets, key=lambda assignment: not assignment.startswith(f"{_KIND}=")):
         apply_set(document, assignment)
     if policy is not None:
         apply_text(document, "connector.kv_load_failure_policy", policy, f"--policy {policy}")
@@ -284,6 +288,9 @@ def _put(document: Document, path: list[str], value: object, where: str) -> None
     if path[-1] == "preset":
         _drop(table, path)
     table[path[-1]] = value
+    if ".".join(path) == _KIND:
+        for name in [name for name in table if name not in _connector_keys(str(value))]:
+            del table[name]
 
 
 def _drop(table: Document, path: list[str]) -> None:
@@ -392,19 +399,30 @@ def _build_connector(table: Document, where: str) -> ConnectorConfig:
         return _build_multi(table, where)
     own = field_types(_OPTIONS[kind])
     common = field_types(ConnectorConfig, without=("options",))
-    check_keys(table, [*common, *own], where)
+    check_keys(table, _connector_keys(kind), where)
     options: object = build(_OPTIONS[kind], {key: value for key, value in table.items() if key in own}, where)
     shared = {key: value for key, value in table.items() if key in common}
     return build(ConnectorConfig, shared, where, extra={"options": options})
 
 
+def _connector_keys(kind: str) -> list[str]:
+    """What `[connector]` may hold for this kind."""
+    kinds = _TOGETHER if kind == "multi" else (kind,)
+    keys = list(field_types(ConnectorConfig, without=("options",)))
+    if kind == "multi":
+        keys += field_types(MultiConfig, without=_TOGETHER)
+    for name in kinds:
+        keys += field_types(_OPTIONS[name]) if name in _OPTIONS else ()
+    return keys
+
+
 def _build_multi(table: Document, where: str) -> ConnectorConfig:
     """The options of all its connectors stand in one table."""
     common = field_types(ConnectorConfig, without=("options",))
-    records = {name: _OPTIONS[name] for name in ("mooncake", "offloading")}
+    records = {name: _OPTIONS[name] for name in _TOGETHER}
     own = {name: field_types(record) for name, record in records.items()}
     order = field_types(MultiConfig, without=tuple(own))
-    check_keys(table, [*common, *order, *(key for keys in own.values() for key in keys)], where)
+    check_keys(table, _connector_keys("multi"), where)
     children: Document = {
         name: build(record, {key: value for key, value in table.items() if key in own[name]}, where)
         for name, record in records.items()

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from kvreplay.connectors.multi.config import MultiConfig
+from kvreplay.connectors.simple_cpu.config import SimpleCpuConfig
 from kvreplay.errors import ConfigError
 from kvreplay.replay.config_load import load_config
 
@@ -103,6 +105,22 @@ def test_set_of_a_preset_replaces_what_a_preset_stands_for() -> None:
     assert config.model.name == "llama-70b"
     assert config.model.max_model_len == 196_608
     assert config.role("decode").timing.name == "llama-70b-8xh100"
+
+
+def test_set_of_another_kind_of_connector_leaves_the_files_keys_for_the_former_one_out() -> None:
+    config = load_config("offload-single", sets=["connector.kind=simple_cpu"]).config
+    assert config.connector.options == SimpleCpuConfig(cpu_bytes_to_use=1374389534720)
+    assert load_config("offload-single", sets=["connector.kind=none"]).config.connector.options is None
+    sets = ["connector.cpu_bytes_to_use=8000000000", "connector.kind=multi"]  # in whatever order
+    multi = load_config("mooncake-1p1d", sets=sets).config.connector
+    assert isinstance(multi.options, MultiConfig)
+    assert multi.options.offloading.cpu_bytes_to_use == 8_000_000_000
+
+
+def test_a_set_key_of_the_former_kind_is_refused() -> None:
+    sets = ["connector.store_bytes_per_s=5000000000", "connector.kind=simple_cpu"]
+    with pytest.raises(ConfigError, match="^--set connector.store_bytes_per_s=5000000000: .* unknown key"):
+        load_config("offload-single", sets=sets)
 
 
 def test_set_values_take_the_fields_type() -> None:
