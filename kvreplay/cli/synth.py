@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from kvreplay.cli.common import JsonOption, SeedOption, SetOption, check_name, chosen
+from kvreplay.cli.common import JsonOption, SeedOption, SetOption, check_name, chosen, trace_name
 from kvreplay.cli.import_ import print_written
 
 _LOAD = "Load"
-_LENGTHS = "Lengths: N, fixed:N, lognormal:median=N,sigma=X[,max=N] or trace:FILE"
+_LENGTHS = "Lengths: N, fixed:N, lognormal:median=N,sigma=X[,max=N] or trace:TRACE"
 _SHARING = "What prompts share"
 _CLIENTS = "Clients"
 
@@ -104,9 +104,13 @@ def synth(
     """
     from kvreplay.errors import ConfigError
     from kvreplay.replay.config_load import load_config
+    from kvreplay.replay.presets import find_trace
     from kvreplay.trace.lengths import parse_lengths
     from kvreplay.trace.synth import ArrivalProcess, SynthOptions, synthesise
     from kvreplay.trace.writer import check_output
+
+    def find_named(name: str) -> Path:
+        return find_trace(trace_name(name))
 
     options = SynthOptions(
         requests=requests,
@@ -114,11 +118,11 @@ def synth(
         arrivals=ArrivalProcess(chosen("--arrivals", arrivals, list(ArrivalProcess))),
         rate=rate,
         burstiness=burstiness,
-        prompt=parse_lengths("--prompt", prompt),
-        output=parse_lengths("--output", output),
+        prompt=parse_lengths("--prompt", prompt, find_named),
+        output=parse_lengths("--output", output, find_named),
         system_prompts=system_prompts,
         system_tokens=system_tokens,
-        turns=parse_lengths("--turns", turns),
+        turns=parse_lengths("--turns", turns, find_named),
         think_s=think,
         max_tokens=max_tokens,
         abort=abort,

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from kvreplay.report.layout import Column, Line, Section, print_sections, table, title
 from kvreplay.report.words import number, percent
+from kvreplay.trace.lengths import is_lengths, written
 
 _LEFT, _RIGHT = Column(""), Column("", "right")
 
@@ -49,11 +50,19 @@ def _facts(document: Mapping[str, Any]) -> Section:
 def _source(document: Mapping[str, Any]) -> str:
     source = document["source"]
     options = source.get("options") or {}
-    shown = [f"{name}={_short(value)}" for name, value in options.items() if value not in (None, [], {})]
+    shown = [f"{name}={_option(value)}" for name, value in options.items() if value not in (None, [], {})]
     parts = [str(source.get("tool", "unknown")), *shown]
     inputs = source.get("inputs") or []
     parts += [f"input {inputs[key]}" if isinstance(inputs, Mapping) else f"input {key}" for key in inputs]
     return f"{', '.join(parts)} (kvreplay {document['kvreplay_version']}, schema {document['schema_version']})"
+
+
+def _option(value: Any) -> str:  # noqa: ANN401 - JSON is whatever it is
+    """Lengths as `kvreplay synth` takes them."""
+    try:
+        return written(value) if is_lengths(value) else _short(value)
+    except (KeyError, TypeError, ValueError):  # another tool's, or a later version's
+        return _short(value)
 
 
 def _short(value: object) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 from kvreplay.errors import TraceError
 from kvreplay.ids import NS_PER_S
 from kvreplay.kv.content_index import ContentIndex
+from kvreplay.trace.percentiles import nearest_rank
 from kvreplay.trace.reader import Trace
 from kvreplay.trace.workload import Arrival, Workload, read_workload
 
@@ -78,9 +79,10 @@ def _has_hashes(arrival: Arrival) -> bool:
 def _distribution(tokens: np.ndarray[Any, np.dtype[np.int64]]) -> dict[str, int | None]:
     if not len(tokens):
         return {"total": 0, **{f"p{percent}": None for percent in _PERCENTS}, "max": None}
-    # The value of a real request, not one between two.
-    ranks = np.percentile(tokens, _PERCENTS, method="inverted_cdf")
-    percentiles = {f"p{percent}": int(value) for percent, value in zip(_PERCENTS, ranks, strict=True)}
+    import polars as pl
+
+    values = pl.Series(tokens)
+    percentiles = {f"p{percent}": int(nearest_rank(values, percent) or 0) for percent in _PERCENTS}
     return {"total": int(tokens.sum()), **percentiles, "max": int(tokens.max())}
 
 
@@ -113,10 +115,11 @@ def _span_s(trace: Trace) -> float:
 
 
 def _instances(trace: Trace) -> list[dict[str, Any]]:
-    """Every engine instance, its events and the requests that ended on it."""
+    """Every engine instance, its events (rows of the file) and the requests that ended on it."""
     import polars as pl
 
-    frame = trace.frame(["instance", "kind"]).filter(pl.col("instance").is_not_null())
+    rows = trace.rows(tuple(trace.kind_counts), ["instance", "kind"])
+    frame = pl.DataFrame(pl.from_arrow(rows)).filter(pl.col("instance").is_not_null())
     grouped = frame.group_by("instance").agg(
         pl.len().alias("events"),
         (pl.col("kind") == "request.finished").sum().alias("finished"),

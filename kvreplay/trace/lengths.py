@@ -1,18 +1,18 @@
 """How long prompts and outputs are: fixed, lognormal, or as in a trace."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import log
+from math import exp, log
 from pathlib import Path
 from random import Random
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from kvreplay.behaviour import nearest
 from kvreplay.errors import ConfigError
 from kvreplay.trace.reader import read_trace
 from kvreplay.trace.workload import MAX_REQUEST_TOKENS, read_workload
 
-FORMS: Final = "N, fixed:N, lognormal:median=N,sigma=X[,max=N] or trace:FILE"
+FORMS: Final = "N, fixed:N, lognormal:median=N,sigma=X[,max=N] or trace:TRACE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,26 +37,43 @@ class Empirical:
 Lengths: TypeAlias = Fixed | Lognormal | Empirical
 
 
-def parse_lengths(flag: str, text: str) -> Lengths:
-    """`text` as given for `flag`. Raises ConfigError naming both."""
+def parse_lengths(flag: str, text: str, find_file: Callable[[str], Path] = Path) -> Lengths:
+    """`text` as given for `flag`; `find_file`: a trace by its name. Raises ConfigError naming both."""
     form, separator, rest = text.partition(":")
-    if not separator:
+    if not separator and text[:1].isascii() and text[:1] in "+-.0123456789":
         form, rest = "fixed", text
+    elif not separator:
+        raise ConfigError(f"{flag} {text}: expected {FORMS}{nearest(text, ['fixed', 'lognormal', 'trace'])}")
     if form == "fixed":
         return Fixed(int(_number(flag, text, "fixed", rest, at_least=1, is_whole=True)))
     if form == "lognormal":
         return _parse_lognormal(flag, text, rest)
     if form == "trace" and rest:
-        return Empirical(Path(rest))
-    raise ConfigError(
-        f"{flag} {text}: expected {FORMS}{nearest(form, ['fixed', 'lognormal', 'trace']) if separator else ''}"
-    )
+        return Empirical(find_file(rest))
+    known = ["fixed", "lognormal", "trace"]
+    raise ConfigError(f"{flag} {text}: expected {FORMS}{nearest(form, known) if form not in known else ''}")
+
+
+def written(described: Mapping[str, Any]) -> str:
+    """As `parse_lengths` reads it, from what a synthesised trace says of its lengths (`SynthOptions.metadata`)."""
+    [(form, settings)] = described.items()
+    if form == "fixed":
+        return f"fixed:{settings['tokens']}"
+    if isinstance(settings, Mapping):
+        # Metadata is kept sorted by name.
+        ordered = sorted(settings.items(), key=lambda item: ("median", "sigma", "max").index(item[0]))
+        return f"{form}:{','.join(f'{name}={value:.12g}' for name, value in ordered)}"
+    return f"{form}:{settings}"
+
+
+def is_lengths(described: object) -> bool:
+    return isinstance(described, Mapping) and list(described) in (["fixed"], ["lognormal"], ["trace"])
 
 
 def _parse_lognormal(flag: str, text: str, rest: str) -> Lognormal:
     bounds: dict[str, tuple[float, bool]] = {"median": (1, False), "sigma": (0, False), "max": (1, True)}
     values: dict[str, float] = {}
-    for setting in rest.split(","):
+    for setting in filter(None, rest.split(",")):
         name, separator, value = setting.partition("=")
         if name not in bounds or not separator:
             raise ConfigError(f"{flag} {text}: {setting!r} is no setting of lognormal{nearest(name, list(bounds))}")
@@ -101,10 +118,15 @@ def drawer(lengths: Lengths, rng: Random, *, place: int = 0) -> Callable[[], int
             return lambda: tokens
         case Lognormal(median, sigma, maximum):
             limit = MAX_REQUEST_TOKENS if maximum is None else maximum
-            return lambda: min(max(round(rng.lognormvariate(log(median), sigma)), 1), limit)
+            return lambda: _whole(rng.normalvariate(log(median), sigma), limit)
         case Empirical(file):
             pairs = _measured(file)
             return lambda: pairs[rng.randrange(len(pairs))][place]
+
+
+def _whole(logarithm: float, limit: int) -> int:
+    """As many tokens, from 1 to the limit. What is far beyond it is more than a float can be."""
+    return limit if logarithm > log(limit) + 1 else min(max(round(exp(logarithm)), 1), limit)
 
 
 def _measured(file: Path) -> list[tuple[int, int]]:

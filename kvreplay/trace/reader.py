@@ -30,7 +30,8 @@ _ARROW_KEYS: Final = ("ARROW:schema", "pandas")
 
 
 def read_trace(path: Path) -> "Trace":
-    """Open a trace, and check what every reader relies on: format, version, columns, order of rows.
+    """Open a trace, and check what every reader relies on: format, version, columns, order of rows, and that all its
+    pages are as they were written, also of columns that nobody will ask for.
 
     Raises TraceError. Whatever else a file of this major version holds is accepted.
     """
@@ -212,6 +213,12 @@ def _fits(found: pa.DataType, expected: pa.DataType) -> bool:
 # -- rows ---------------------------------------------------------------------------------------------------------
 
 
+def _check_pages(path: Path, file: pq.ParquetFile, group: int) -> None:
+    """Read every column that has a meaning once: with that its pages' checksums are verified."""
+    with _damage(path, f"row group {group}"):
+        file.read_row_group(group, columns=MEMORY_SCHEMA.names)
+
+
 def _read_group(path: Path, file: pq.ParquetFile, group: int, names: Sequence[str]) -> pa.Table:
     """These columns of one row group, typed by MEMORY_SCHEMA."""
     num_rows = file.metadata.row_group(group).num_rows
@@ -240,6 +247,7 @@ def _check_rows(path: Path, file: pq.ParquetFile) -> dict[str, int]:
     first_row = 0
     last: dict[str, int | None] = {"time_ns": 0, "seq": None}
     for group in range(file.num_row_groups):
+        _check_pages(path, file, group)
         table = _read_group(path, file, group, REQUIRED)
         for name in REQUIRED:
             if table[name].null_count:

@@ -1,7 +1,7 @@
 """Synthetic workloads: arrivals, lengths, shared system prompts, sessions that grow, clients that give up."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from heapq import heappop, heappush
 from pathlib import Path
@@ -21,6 +21,8 @@ from kvreplay.trace.schema import TraceMetadata
 from kvreplay.trace.workload import MAX_REQUEST_TOKENS, Arrival, ClientAbort, Workload
 
 MAX_REQUESTS: Final = 10_000_000
+MAX_TIME_NS: Final = 1_000_000_000 * NS_PER_S
+"""The last arrival: some thirty years, and far from what 64 bits hold."""
 ONE_TURN: Final = Fixed(1)
 DEFAULT_PROMPT: Final = Lognormal(1000, 0.8)
 DEFAULT_OUTPUT: Final = Lognormal(200, 0.7)
@@ -81,12 +83,27 @@ class SynthOptions:
             if not at_least <= value <= at_most:
                 flag = name.removesuffix("_s").replace("_", "-")
                 raise ConfigError(f"--{flag} {value:.10g}: expected {at_least:.10g} to {at_most:.10g}")
+        self._check_effect()
         if bool(self.system_prompts) != bool(self.system_tokens):
             raise ConfigError("--system-prompts and --system-tokens: one needs the other")
         if self.system_tokens + 2 > self.max_tokens:
             raise ConfigError(
                 f"--system-tokens {self.system_tokens}: no room left below --max-tokens {self.max_tokens}"
             )
+
+    def _check_effect(self) -> None:
+        """What has no effect without another option, is not given without it."""
+        needs = {
+            "burstiness": ("--arrivals bursty", self.arrivals is ArrivalProcess.BURSTY),
+            "think_s": ("--turns", self.turns != ONE_TURN),
+            "abort_after_s": ("--abort", self.abort > 0),
+        }
+        defaults = {item.name: item.default for item in fields(self)}
+        for name, (needed, is_there) in needs.items():
+            value = getattr(self, name)
+            if value != defaults[name] and not is_there:
+                flag = name.removesuffix("_s").replace("_", "-")
+                raise ConfigError(f"--{flag} {value:.10g}: has no effect without {needed}")
 
     @property
     def input_files(self) -> list[Path]:
@@ -148,6 +165,11 @@ def _in_order_of_time(options: SynthOptions) -> list[Arrival]:
             num_sessions += 1
         else:
             time_ns, session, turn = heappop(waiting)
+        if time_ns > MAX_TIME_NS:
+            raise ConfigError(
+                f"--rate {options.rate:.10g}: request {len(arrivals)} would arrive after {time_ns // NS_PER_S:,} s, "
+                f"expected at most {MAX_TIME_NS // NS_PER_S:,} s"
+            )
         arrivals.append(_arrival(options, len(arrivals), time_ns, turn, chains[session]))
         later = _next_turn(options, turn, *draw_pair()) if turn.turns_left else None
         if later is None:

@@ -8,6 +8,7 @@ import polars as pl
 from kvreplay.checkers.frames import client_ends, routes, rows_of
 from kvreplay.events import CONNECTION_REFUSED, TERMINAL_KINDS
 from kvreplay.ids import NS_PER_S
+from kvreplay.trace.percentiles import nearest_rank
 from kvreplay.verdict.model import Latency, Overdue, Percentiles, Reason, Requests, Stall
 
 _LEG: Final = ["request_id", "instance"]
@@ -213,7 +214,7 @@ def latency(requests: pl.DataFrame) -> Latency:
 def _percentiles(requests: pl.DataFrame, nanoseconds: pl.Expr) -> Percentiles:
     values = requests.select(value=nanoseconds)["value"].drop_nulls()
     points: dict[str, Any] = {}
-    for name, quantile in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
-        value = values.quantile(quantile, interpolation="nearest")
-        points[name] = None if value is None else round(float(value) * _SECONDS, 9)
+    for percent in (50, 90, 99):
+        value = nearest_rank(values, percent)
+        points[f"p{percent}"] = None if value is None else round(value * _SECONDS, 9)
     return Percentiles(**points, count=len(values))

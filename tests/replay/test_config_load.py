@@ -119,7 +119,7 @@ def test_set_of_another_kind_of_connector_leaves_the_files_keys_for_the_former_o
 
 def test_a_set_key_of_the_former_kind_is_refused() -> None:
     sets = ["connector.store_bytes_per_s=5000000000", "connector.kind=simple_cpu"]
-    with pytest.raises(ConfigError, match="^--set connector.store_bytes_per_s=5000000000: .* unknown key"):
+    with pytest.raises(ConfigError, match=r"^--set connector.store_bytes_per_s=5000000000: .* unknown key"):
         load_config("offload-single", sets=sets)
 
 

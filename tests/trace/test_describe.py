@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvreplay.cli.app import run_app
-from kvreplay.events import Event
+from kvreplay.events import DETAIL_BLOCKS, Event
 from kvreplay.trace.describe import describe, shared_prompt_tokens
 from kvreplay.trace.reader import read_trace
 from kvreplay.trace.schema import TraceMetadata
@@ -66,6 +66,40 @@ def test_the_document_tells_what_was_run_and_what_came_of_it(run_trace: Path) ->
     assert [instance["finished"] for instance in document["instances"]] == [1, 1]
     assert (document["seed"], document["profile"], document["verdict"]) == (3, "ideal", "passed")
     assert document["events"] == {"request.arrived": 1, "run.summary": 1, "request.finished": 2}
+
+
+def test_percentiles_are_those_of_a_run_s_report(tmp_path: Path) -> None:
+    """Index round(q (n - 1)) of four: round(1.5) = 2."""
+    path = tmp_path / "t.parquet"
+    with TraceWriter(path, TraceMetadata(source={})) as writer:
+        for place in range(4):
+            writer.emit(arrival(f"r{place}", 10 * (place + 1), list(range(10 * place, 11 * place + 1))).event())
+    tokens = describe(read_trace(path))["workload"]["prompt_tokens"]
+    assert tokens == {"total": 100, "p50": 30, "p90": 40, "p99": 40, "max": 40}
+
+
+def test_an_instance_has_as_many_events_as_the_file_has_rows_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    with TraceWriter(path, TraceMetadata(source={}), DETAIL_BLOCKS) as writer:
+        writer.emit(arrival("a", 25, [1, 2, 3]).event())
+        for kind in ("step", "block.allocated", "block.freed", "request.finished"):
+            writer.emit(Event(kind, 2_000_000_000, "d0", 1, "a"))
+    document = describe(read_trace(path))
+    assert document["instances"] == [{"id": "d0", "events": 4, "finished": 1, "crashes": 0}]
+    assert sum(document["events"].values()) == 5
+
+
+def test_what_a_workload_was_made_with_can_be_given_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    out = str(tmp_path / "out.parquet")
+    given = ["--prompt", "lognormal:median=100,sigma=0.6,max=500", "--turns", "3", "--output", "7"]
+    assert run_app(["synth", "-o", out, "--requests", "9", *given]) == 0
+    assert run_app(["info", out]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in ("prompt=lognormal:median=100,sigma=0.6,max=500", "turns=fixed:3", "output=fixed:7"):
+        assert text in shown
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -150,6 +150,18 @@ def test_any_flipped_byte_is_noticed_or_harmless(small_trace: Path, small_worklo
     assert num_noticed > 100
 
 
+@pytest.mark.parametrize("name", ["priority", "output_hash", "cause", "params", "prefix_hashes"])
+def test_a_damaged_page_is_noticed_also_in_a_column_that_nobody_reads(small_trace: Path, name: str) -> None:
+    data, group = small_trace.read_bytes(), pq.ParquetFile(small_trace).metadata.row_group(0)
+    chunks = [group.column(place) for place in range(group.num_columns)]
+    [chunk] = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] == name]
+    first_page = chunk.data_page_offset if chunk.dictionary_page_offset is None else chunk.dictionary_page_offset
+    place = first_page + chunk.total_compressed_size - 1
+    small_trace.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+    with pytest.raises(TraceError, match=f"^{small_trace}: row group 0: damaged: .*CRC"):
+        read_trace(small_trace)
+
+
 @pytest.mark.parametrize("version", [1, "1.7"])
 def test_files_of_the_same_major_version_are_taken_with_what_they_have_more(
     small_trace: Path, version: int | str

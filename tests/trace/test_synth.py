@@ -4,8 +4,10 @@ import os
 import statistics
 import subprocess
 import sys
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from kvreplay.cli.app import run_app
 from kvreplay.errors import ConfigError
 from kvreplay.kv.content_index import ContentIndex
-from kvreplay.trace.lengths import Empirical, Fixed, Lognormal, parse_lengths
+from kvreplay.trace.lengths import Empirical, Fixed, Lengths, Lognormal, drawer, parse_lengths, written
 from kvreplay.trace.reader import read_trace
 from kvreplay.trace.synth import ArrivalProcess, SynthOptions, synthesise
 from kvreplay.trace.workload import Workload, read_workload
@@ -46,6 +48,18 @@ def test_lognormal_lengths_have_the_median_and_the_maximum_asked_for() -> None:
     assert statistics.median(prompts) == pytest.approx(500, rel=0.1)
     assert max(prompts) == 2000
     assert {arrival.output_tokens for arrival in workload.arrivals} == {7}
+
+
+@pytest.mark.parametrize("turns", [Fixed(1), Lognormal(2, 1000)])
+def test_lengths_beyond_any_float_are_the_limit(turns: Any) -> None:  # noqa: ANN401
+    wide = Lognormal(100, 1000)
+    workload = synthesise(SynthOptions(requests=50, prompt=wide, output=wide, turns=turns))
+    lengths = {arrival.prompt_tokens + arrival.output_tokens for arrival in workload.arrivals}
+    assert len(workload.arrivals) == 50
+    assert max(lengths) == 32_768
+    drawn = Random(0)
+    draw = drawer(Lognormal(100, 1000, max=7), drawn)
+    assert sorted({draw() for _ in range(99)}) == [1, 7]
 
 
 def test_lengths_from_one_trace_are_drawn_in_pairs(small_trace: Path, small_workload: Workload) -> None:
@@ -137,6 +151,13 @@ def test_impossible_options_name_their_flag(changes: dict[str, Any], message: st
         SynthOptions(**changes)
 
 
+@pytest.mark.parametrize("lengths", [Fixed(5), Lognormal(100, 0.6), Lognormal(10.5, 1, 99), Empirical(Path("a:b"))])
+def test_what_a_trace_says_of_its_lengths_can_be_given_again(lengths: Lengths) -> None:
+    settings = {name: value for name, value in asdict(lengths).items() if value is not None}
+    described = {"trace": "a:b"} if isinstance(lengths, Empirical) else {type(lengths).__name__.lower(): settings}
+    assert parse_lengths("--prompt", written(described)) == lengths
+
+
 @pytest.mark.parametrize(
     ("text", "lengths"),
     [
@@ -161,7 +182,12 @@ def test_lengths_are_written_as(text: str, lengths: object) -> None:
         ("lognormal:median=1", "sigma is missing, "),
         ("lognormal:median=1,sigma=x", "sigma is 'x', expected a number from 0"),
         ("lognormal:median=1,sgma=1", r"'sgma=1' is no setting of lognormal; did you mean 'sigma'\?$"),
-        ("trace:", "expected N, "),
+        ("trace:", r"expected N, fixed:N, lognormal:.*\] or trace:TRACE$"),
+        ("lognormal", "expected N, fixed:N, lognormal:median=N,sigma=X"),
+        ("lognormal:", "median is missing, expected N, "),
+        ("uniform", "expected N, fixed:N, "),
+        ("fixd", r"expected N, .*; did you mean 'fixed'\?$"),
+        ("-5", "fixed is '-5', expected a whole number from 1 "),
     ],
 )
 def test_bad_lengths_name_their_flag(text: str, message: str) -> None:
@@ -188,6 +214,37 @@ def test_an_option_that_cannot_be_is_one_line_and_status_2(tmp_path: Path, capsy
     assert run_app(["synth", "-o", str(tmp_path / "s.parquet"), "--rate", "0"]) == 2
     assert capsys.readouterr().err == "error: --rate 0: expected 1e-06 to 1000000\n"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--burstiness 0.1", "--burstiness 0.1: has no effect without --arrivals bursty"),
+        ("--arrivals constant --burstiness 0.1", "--burstiness 0.1: has no effect without --arrivals bursty"),
+        ("--think 3", "--think 3: has no effect without --turns"),
+        ("--turns fixed:1 --think 3", "--think 3: has no effect without --turns"),
+        ("--rate 1e-6 --requests 20000", "--rate 1e-06: request 955 would arrive after 1,002,055,773 s"),
+        ("--abort-after 9", "--abort-after 9: has no effect without --abort"),
+        ("--prompt trace:multi-tur", "multi-tur: no such file, nor a canned trace ("),
+    ],
+)
+def test_an_option_without_effect_is_one_line_and_status_2(
+    arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_app(["synth", "-o", str(tmp_path / "out.parquet"), *arguments.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_lengths_may_come_from_a_canned_trace(tmp_path: Path) -> None:
+    out = tmp_path / "out.parquet"
+    drawn = ["--prompt", "trace:multi-turn", "--output", "trace:multi-turn.parquet"]
+    assert run_app(["synth", "-o", str(out), "--requests", "9", *drawn]) == 0
+    canned = read_workload(read_trace(ROOT / "traces" / "multi-turn.parquet"))
+    pairs = {(arrival.prompt_tokens, arrival.output_tokens) for arrival in canned.arrivals}
+    assert {
+        (arrival.prompt_tokens, arrival.output_tokens) for arrival in read_workload(read_trace(out)).arrivals
+    } <= pairs
 
 
 def test_processes_with_different_hash_seeds_make_the_same_file(tmp_path: Path) -> None:
