@@ -141,8 +141,8 @@ KINDS: Final[dict[str, KindSpec]] = {
     "bootstrap.answered": KindSpec(_RUN, "its answer, or what stands for it; status = ok | failed, cause"),
     "tokens.recomputed": KindSpec(
         _RUN,
-        "num_tokens computed in this step although they had been there or were promised; cause = load-failure | "
-        "preemption | eviction | full-hit-last-token, cause_seq = the load.failed or request.preempted",
+        "num_tokens computed in this step although they had been there for a hit or were promised; cause = "
+        "load-failure | preemption | eviction | full-hit-last-token, cause_seq = the load.failed or request.preempted",
     ),
     "block.evicted": KindSpec(
         _RUN,

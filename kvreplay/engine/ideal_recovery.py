@@ -53,7 +53,7 @@ def longest_valid_prefix(
         recovery.forget_taint(request)
         if scheduler.connector is not None:
             scheduler.connector.note_invalid(request, kept)
-        recovery.evict(_forget_from(scheduler.kv, request, kept), [request])
+        recovery.evict(_forget_from(scheduler.kv, request, kept))
         request.num_computed_tokens = kept
         if kept or request.status.is_parked or not recovery.recompute:
             continue

@@ -4,6 +4,7 @@ While nothing but decoding goes on the instance *coasts*: many steps are one act
 up to date (`catch_up`), with the step then in progress in flight.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvreplay.engine.output import SchedulerOutput
@@ -29,7 +30,8 @@ class Instance(SteppingInstance):
     """An instance that may be asked, commanded and poked at any time."""
 
     _coast: _Coast | None = None
-    _evicted_reported = 0
+    _evicted_reported: Sequence[int] = ()
+    """By group."""
 
     # =========================================================================================================
     # From outside
@@ -274,5 +276,7 @@ class Instance(SteppingInstance):
             values.update(self.more_usage())
         for name, value in values.items():
             log.usage(name, value)
-        log.evicted(pool.num_evicted - self._evicted_reported, 0, "capacity")
-        self._evicted_reported = pool.num_evicted
+        evicted = list(pool.evicted_by_group)
+        told = self._evicted_reported or [0] * len(evicted)
+        log.evicted_by_group([now - before for now, before in zip(evicted, told, strict=True)], "capacity")
+        self._evicted_reported = evicted

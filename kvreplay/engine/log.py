@@ -1,5 +1,7 @@
 """How the engine says what happens: one method per event, so that its code reads as decisions."""
 
+from collections.abc import Sequence
+
 from kvreplay.engine.output import Share
 from kvreplay.engine.request import Request
 from kvreplay.events import DETAIL_BLOCKS, DETAIL_STEPS, Event, EventSink
@@ -161,6 +163,11 @@ class EngineLog:
                     cause=cause,
                 )
             )
+
+    def evicted_by_group(self, num_blocks: Sequence[int], cause: str) -> None:
+        """`num_blocks`: of each group."""
+        for group, count in enumerate(num_blocks):
+            self.evicted(count, group, cause)
 
     def blocks(
         self, kind: str, request_id: str | None, group: int, block_ids: BlockIds | list[int], cause: str | None = None

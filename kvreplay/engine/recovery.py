@@ -131,7 +131,7 @@ class Recovery:
             scheduler.failed_recving.update(dict.fromkeys(parked))
             return failed_running
         if to_evict:
-            self.evict(to_evict, running)
+            self.evict(to_evict)
         return failed_parked + [request_id for request_id in failed_running if request_id not in failed_parked]
 
     def _preempted_since(self, out: SchedulerOutput, invalid: BlockIds) -> list[str]:
@@ -152,13 +152,11 @@ class Recovery:
             if request.status.is_parked or self._sees_every_holder
         ]
 
-    def evict(self, block_ids: list[int], holders: Iterable[Request]) -> None:
+    def evict(self, block_ids: list[int]) -> None:
         scheduler = self.scheduler
-        if scheduler.accounts is not None:
-            for request in holders:
-                scheduler.accounts.remember_cached(request, scheduler.kv.num_cached_tokens(request.request_id))
+        before = scheduler.pool.count_by_group(np.array(sorted(set(block_ids)), np.int64))
         evicted = scheduler.kv.evict_blocks(block_ids)
-        scheduler.log.evicted(len(evicted), 0, "load-failure")
+        scheduler.log.evicted_by_group(before, "load-failure")
         if scheduler.on_invalid_evicted is not None:
             scheduler.on_invalid_evicted(evicted)
 

@@ -43,6 +43,7 @@ class Request:
         "clean_until",
         "content",
         "drop_stale_output",
+        "evicted_end",
         "failed_load_end",
         "failed_load_handle",
         "first_token_ns",
@@ -78,7 +79,6 @@ class Request:
         "priority",
         "recompute_end",
         "request_id",
-        "seen_end",
         "shared_prefix_boundary",
         "skip_reading_prefix_cache",
         "status",
@@ -181,8 +181,8 @@ class Request:
         self.lost_computed_end = 0
         """Tokens below this had been computed when the request was preempted."""
         self.lost_computed_handle: int | None = None
-        self.seen_end = 0
-        """Tokens below this had been cached on the instance before, and could have been hit."""
+        self.evicted_end = 0
+        """Tokens below this could have been hit if no block had been evicted."""
         self.full_hit_end = 0
         """Tokens below this were there, but the last token must be computed to sample from it."""
         self.recompute_end = 0

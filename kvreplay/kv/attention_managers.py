@@ -29,6 +29,13 @@ class FullAttentionCacheManager(KVCacheManager):
         blocks = self.pool.find_prefix(keys[: (num_tokens - 1) // self.block_size])
         return FoundPrefix((blocks,), len(blocks) * self.block_size)
 
+    def former_hit(self, keys: Keys, num_tokens: int, num_hit: int) -> int:
+        first, end = num_hit // self.block_size, num_tokens // self.block_size
+        if first == end or not self.pool.was_lost(int(keys[first])):
+            return num_hit
+        missing = self.pool.find_former(keys[first:end]) == 0
+        return (first + (int(missing.argmax()) if missing.any() else end - first)) * self.block_size
+
     def least_blocks(self, num_tokens: int, hit: Hit, num_local: int) -> int | None:
         return cdiv(num_tokens, self.block_size) - len(hit[0])
 

@@ -11,6 +11,7 @@ from kvreplay.errors import ConfigError, EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.block_list import BlockList
 from kvreplay.kv.block_pool import BlockPool
+from kvreplay.kv.former_pool import FormerPool
 from kvreplay.kv.lookup import FoundPrefix, Hit, PrefixLookup, no_hit
 from kvreplay.kv.managers.base import NO_BLOCKS, CacheRules, Hashable, KVGroupManager, Need
 from kvreplay.kv.managers.factory import make_manager
@@ -132,6 +133,9 @@ class KVCacheManager:
     ) -> None:
         self.groups = tuple(groups)
         self.pool = pool
+        pool.count_groups(len(self.groups))
+        self._former: KVCacheManager | None = None
+        """The same cache if nothing had ever lost its hash, once somebody has asked what it would hold."""
         self.max_model_len = max_model_len
         self.watermark_blocks = int(watermark * pool.num_blocks)
         hashes_are_used = pool.enable_caching or has_connector
@@ -267,13 +271,17 @@ class KVCacheManager:
         """Blocks that so many tokens take from a block's start on, in all groups that grow with tokens."""
         return sum(cdiv(num_tokens, manager.block_size) for manager in self.managers if manager.spec.is_attention)
 
-    def num_cached_tokens(self, request_id: str) -> int:
-        """Leading tokens whose blocks have been offered to the prefix cache, in the group with the fewest."""
-        return min(
-            max(manager.tables[request_id].num_cached, 0) * manager.block_size if request_id in manager.tables else 0
-            for manager in self.managers
-            if manager.spec.prefix_cacheable
-        )
+    def former_hit(self, keys: Keys, num_tokens: int, num_hit: int) -> int:
+        """Tokens that the lookup that found `num_hit` would find if no block had ever lost its hash. Of a request
+        whose last block was there too, all: it was lost as well, though it is computed again in any case."""
+        if not self.pool.has_lost:
+            return num_hit
+        if self._former is None:
+            self._former = self.over(FormerPool(self.pool))
+        found = self._former.get_computed_blocks(keys, num_tokens).num_tokens
+        reachable = (num_tokens - 1) // self.block_size * self.block_size
+        is_whole = found == reachable and num_tokens % self.block_size == 0
+        return num_tokens if is_whole and self._former.is_cached_at(keys, num_tokens) else max(found, num_hit)
 
     def is_cached_at(self, keys: Keys, num_tokens: int) -> bool:
         """Whether every group holds the block that ends after so many tokens."""

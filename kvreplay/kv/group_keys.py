@@ -17,6 +17,11 @@ def group_key(key: _Key, group: int, num_groups: int) -> _Key:
     return key + (((key >> _RUN_BITS) * (num_groups - 1) + group) << _RUN_BITS)
 
 
+def group_of(key: _Key, num_groups: int) -> _Key:
+    """Whose key (or keys) `group_key` has made."""
+    return (key >> _RUN_BITS) % num_groups
+
+
 def num_group_keys(num_keys: int, num_groups: int) -> int:
     """No such key is larger."""
     run = 1 << _RUN_BITS

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kvreplay.errors import EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.allocation import lazy_zeros
+from kvreplay.kv.group_keys import group_of
 
 BlockIds = NDArray[np.int64]
 """What numpy indexes with: any narrower type is converted at every use."""
@@ -28,10 +29,18 @@ _INSERTS_PER_SWEEP = 4
 class PrefixCache:
     """Of `num_blocks` blocks, the null block among them; `num_keys` is a first size, it grows as keys come."""
 
+    num_groups = 1
+    """Whose keys they are; more than one are counted apart."""
+
     def __init__(self, num_blocks: int, num_keys: int = 0) -> None:
         self.num_blocks = num_blocks
         self.num_cached_keys = 0
         self.num_evicted = 0
+        """Blocks that lost their hash to reuse."""
+        self._evicted_of: list[int] = []
+        """The same by group, where there are several."""
+        self._has_lost = False
+        """Some block lost its hash for another reason."""
         self.num_inserted = 0
         """Blocks that ever got a hash."""
         self.on_evict: Callable[[BlockIds], None] | None = None
@@ -47,9 +56,17 @@ class PrefixCache:
         """Length of the prefix that a block's key stands for, where `cache` was told."""
         self._first = lazy_zeros(num_keys)
         """Key → the block a lookup returns, 0 for none."""
+        self._lost = lazy_zeros(num_keys, np.dtype(np.uint8))
+        """Key → 1 if a block with it has ever lost its hash, though its content was right and whole."""
         self._sweep_at = _INSERTS_PER_SWEEP * num_blocks
         self._key_view = self.keys.data
         self._first_view = self._first.data
+        self._lost_view = self._lost.data
+
+    def count_groups(self, num_groups: int) -> None:
+        """Keys are those of so many groups (`group_keys`)."""
+        self.num_groups = num_groups
+        self._evicted_of = [0] * num_groups if num_groups > 1 else []
 
     # -- looking ----------------------------------------------------------------------------------------------
 
@@ -72,6 +89,29 @@ class PrefixCache:
         except IndexError:  # keys that nobody has cached anything under yet
             self._reach(int(keys.max()))
             return self._first.take(keys).astype(np.int64)
+
+    def find_former(self, keys: Keys) -> BlockIds:
+        """As `find`, if no block had ever lost its hash: not 0 for each key that there is or was."""
+        return self.find(keys) | self._lost.take(keys)
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether any block has lost its hash."""
+        return self.num_evicted > 0 or self._has_lost
+
+    def was_lost(self, key: int) -> bool:
+        return key < len(self._lost) and bool(self._lost_view[key])
+
+    @property
+    def evicted_by_group(self) -> list[int]:
+        """`num_evicted`, by group."""
+        return self._evicted_of if self.num_groups > 1 else [self.num_evicted]
+
+    def count_by_group(self, block_ids: BlockIds) -> list[int]:
+        """How many of these blocks, which have a hash, are each group's."""
+        keys = self.keys[block_ids]
+        counts = np.bincount(group_of(keys[keys != NO_KEY], self.num_groups), minlength=self.num_groups)
+        return [int(count) for count in counts]
 
     def is_cached(self, block_ids: BlockIds) -> NDArray[np.bool_]:
         cached: NDArray[np.bool_] = self.keys[block_ids] != NO_KEY
@@ -182,11 +222,16 @@ class PrefixCache:
             if block_id >= self.num_blocks:
                 raise EngineFatal("AssertionError", f"Invalid block_id {block_id}")
             if block_id != NULL_BLOCK_ID and self.keys[block_id] != NO_KEY:
+                self._has_lost = True
+                self._lost[self.keys_of(block_id)] = 1
                 self._forget(np.array([block_id], np.int64))
                 evicted.append(block_id)
         return evicted
 
     def _forget_all(self) -> None:
+        self._has_lost = True
+        self._lost[self.keys[self.keys != NO_KEY]] = 1
+        self._note_more_lost(self._more_keys)
         self.keys[:] = NO_KEY
         self._replace_first(lazy_zeros(len(self._first)))
         self._twins.clear()
@@ -203,12 +248,30 @@ class PrefixCache:
             if num_cached < len(block_ids):
                 cached, keys = block_ids[is_cached], keys[is_cached]
             self.num_evicted += num_cached
+            self._lost[keys] = 1
+            if self._evicted_of:
+                self._note_groups(cached, keys)
             self._forget_keys(cached, keys)
             if self.on_evict is not None:
                 self.on_evict(cached)
 
+    def _note_groups(self, block_ids: BlockIds, keys: Keys) -> None:
+        for group, count in enumerate(np.bincount(group_of(keys, self.num_groups)).tolist()):
+            self._evicted_of[group] += count
+        if self._more_keys:
+            self._note_more_lost(block_ids.tolist())
+
+    def _note_more_lost(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            if block_id in self._more_keys:
+                self._lost[self._more_keys[block_id]] = 1
+
     def _evict_reused_one(self, block_id: int, key: int) -> None:
         self.num_evicted += 1
+        self._lost_view[key] = 1
+        if self._evicted_of:
+            self._evicted_of[group_of(key, self.num_groups)] += 1
+            self._note_more_lost([block_id])
         self._key_view[block_id] = NO_KEY
         if self._twins and self._has_twin[block_id]:
             self._remove_twin(key, block_id)
@@ -266,6 +329,10 @@ class PrefixCache:
             grown = lazy_zeros(max(key + 1, 2 * len(self._first)))
             grown[: len(self._first)] = self._first
             self._replace_first(grown)
+            lost = lazy_zeros(len(grown), np.dtype(np.uint8))
+            lost[: len(self._lost)] = self._lost
+            self._lost = lost
+            self._lost_view = lost.data
 
     def _sweep(self) -> None:
         """Move what is left of the keys to fresh memory: most of those that ever came are gone."""

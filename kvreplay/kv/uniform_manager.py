@@ -75,11 +75,6 @@ class UniformAttentionCacheManager(KVCacheManager):
         joined = self._joined.get(request_id)
         return 0 if joined is None else int(np.count_nonzero(joined.ids))
 
-    def num_cached_tokens(self, request_id: str) -> int:
-        joined = self._joined.get(request_id)
-        num_cached = joined.num_cached if joined is not None else 0
-        return super().num_cached_tokens(request_id) if num_cached is None else max(num_cached, 0) * self.block_size
-
     # -- allocation -------------------------------------------------------------------------------------------
 
     def allocate_slots(self, request_id: str, wanted: Slots) -> tuple[BlockIds, ...] | None:

@@ -184,7 +184,7 @@ class Node:
                 use_lockstep=around.use_lockstep,
                 output_is_shared=around.index.shares_generated,
             ),
-            RecomputeAccounts(log, around.index.num_segments),
+            RecomputeAccounts(log),
         )
         model = self._model(scheduler)
         if self.kv_role:

@@ -75,7 +75,7 @@ class Bench:
             retention_interval=retention_interval,
         )
         self.log = EngineLog(self.sink, "E0")
-        self.accounts = RecomputeAccounts(self.log, 4096)
+        self.accounts = RecomputeAccounts(self.log)
         self._scripts = dict(scripts or {})
         self.connector = (
             ScriptedConnector(_Default(self._scripts), {}) if scripts is not None or has_connector else None

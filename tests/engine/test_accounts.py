@@ -2,8 +2,11 @@
 
 from itertools import groupby
 
+import numpy as np
 from hypothesis import given, settings
 
+from kvreplay.kv.group_keys import group_of
+from kvreplay.kv.specs import FULL, MAMBA, KVCacheGroupSpec
 from tests.engine.bench import Bench, load, sync_load
 from tests.scenarios.random_worlds import PAIR_FAULTS, World, worlds
 
@@ -121,13 +124,77 @@ class TestEviction:
         bench.step()
         bench.add("b", [*range(6), *range(50, 62)])
         bench.step()
-        assert bench.recomputed() == [("b", 6, "eviction")], "identities are per prefix, not per block"
+        assert bench.recomputed() == [("b", 4, "eviction")], "its block of two shared tokens could not be hit"
 
     def test_what_never_was_there_is_new(self) -> None:
         bench = Bench()
         bench.add("a", range(10))
         bench.steps(5)
         assert bench.recomputed() == []
+
+    def test_what_no_block_could_keep_was_never_lost(self) -> None:
+        """6 tokens are shared, of which a block covers 4."""
+        bench = Bench()
+        bench.add("a", range(10), max_tokens=1)
+        bench.step()
+        bench.add("b", [*range(6), *range(50, 62)])
+        assert bench.step() == {"b": 14}
+        assert bench.recomputed() == []
+
+    def test_what_was_evicted_for_another_reason_is_gone_too(self) -> None:
+        bench = Bench()
+        bench.add("a", range(10), max_tokens=1)
+        bench.step()
+        bench.scheduler.evict_free(2)
+        bench.add("b", range(10), max_tokens=1)
+        bench.step()
+        bench.scheduler.reset_prefix_cache()
+        bench.add("c", range(10))
+        bench.step()
+        assert bench.recomputed() == [("b", 8, "eviction"), ("c", 8, "eviction")]
+
+
+class TestEvictionInHybrids:
+    """Full attention and Mamba states of 8 tokens: hits end where both have something."""
+
+    def bench(self) -> Bench:
+        groups = [
+            KVCacheGroupSpec(kind=FULL, block_size=4),
+            KVCacheGroupSpec(kind=MAMBA, block_size=8, mamba_cache_mode="align"),
+        ]
+        bench = Bench(groups=groups)
+        bench.add("a", range(20), max_tokens=1)
+        bench.steps(4)
+        assert bench.pool.count_by_group(np.arange(bench.pool.num_blocks)) == [5, 1], "a state only at the end"
+        return bench
+
+    def test_a_prefix_without_a_state_at_its_end_was_never_there(self) -> None:
+        """12 tokens are shared, which full attention has, or had."""
+        bench = self.bench()
+        bench.add("b", [*range(12), *range(50, 60)])
+        bench.steps(4)
+        bench.scheduler.evict_free(64)
+        bench.add("c", [*range(4), *range(60, 70)])
+        bench.steps(4)
+        assert bench.recomputed() == []
+
+    def test_it_is_lost_with_the_block_of_any_group(self) -> None:
+        bench = self.bench()
+        keys = bench.pool.keys
+        bench.pool.evict_blocks(np.flatnonzero((keys >= 0) & (group_of(keys, 2) == 1)).tolist())
+        bench.add("b", range(20))
+        bench.steps(4)
+        assert sum(tokens for _, tokens, _ in bench.recomputed()) == 16
+        assert {cause for *_, cause in bench.recomputed()} == {"eviction"}
+
+    def test_evicted_blocks_are_those_of_their_groups(self) -> None:
+        bench = self.bench()
+        bench.scheduler.evict_free(3)
+        bench.scheduler.reset_prefix_cache()
+        evicted = [(event.cause, event.group, event.num_blocks) for event in bench.events("block.evicted")]
+        by_group = [sum(count or 0 for _, group, count in evicted if group == number) for number in (0, 1)]
+        assert by_group == [5, 1]
+        assert {cause for cause, *_ in evicted} == {"injected", "reset"}
 
 
 class TestFullHit:

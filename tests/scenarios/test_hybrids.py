@@ -1,5 +1,7 @@
 """Models of several KV cache groups in small clusters: what holds for one group holds for them."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given, settings
 
@@ -55,6 +57,33 @@ def test_ideal_violates_nothing_under_any_mix_of_faults(world: World) -> None:
 def test_nothing_escapes_whoever_looks_only_where_something_changed(world: World) -> None:
     """Looking at every read finds the same."""
     assert found(world.with_kv(check="every-read").play()) == found(world.play())
+
+
+@settings(max_examples=60, deadline=None)
+@given(hybrid_worlds(max_faults=0, layouts=[LAYOUTS[name] for name in ("full and windows", "full and small blocks")]))
+def test_evicted_blocks_are_counted_by_group(world: World) -> None:
+    """Recounted from the blocks that get a hash and are then given to somebody else."""
+    played = world.play()
+    group_of: dict[int, int] = {}
+    evicted: Counter[int] = Counter()
+    for event in played.of("block.cached", "block.allocated"):
+        for block_id in event.block_ids or ():
+            if event.kind == "block.cached":
+                group_of[block_id] = event.group or 0
+            elif block_id in group_of:
+                evicted[group_of.pop(block_id)] += 1
+    told: Counter[int] = Counter()
+    for event in played.of("block.evicted"):
+        told[event.group or 0] += event.num_blocks or 0
+    assert told == evicted
+
+
+@settings(max_examples=100, deadline=None)
+@given(hybrid_worlds())
+def test_nothing_is_lost_to_evictions_where_nothing_was_evicted(world: World) -> None:
+    played = world.play()
+    if not played.of("block.evicted") and not played.of("engine.crashed"):
+        assert "eviction" not in {event.cause for event in played.of("tokens.recomputed")}
 
 
 @pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)

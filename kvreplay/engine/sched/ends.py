@@ -78,8 +78,6 @@ class EndsLayer(HybridLockstepLayer):
 
     def _free_blocks_of(self, request: Request) -> tuple[BlockIds, ...]:
         self._blocks_changed()
-        if self.accounts is not None:
-            self.accounts.remember_cached(request, self.kv.num_cached_tokens(request.request_id))
         freed = self._give_back(request)
         if self.on_blocks_freed is not None:
             self.on_blocks_freed(request, freed)
@@ -106,7 +104,7 @@ class EndsLayer(HybridLockstepLayer):
             self._dissolve_lockstep()
             for request in reversed(list(self.running.values())):
                 self._preempt(request, drop_stale_output=True)
-        cached = int(np.count_nonzero(self.pool.keys >= 0))
+        cached = self.pool.count_by_group(np.arange(self.pool.num_blocks))
         done = self.kv.reset_prefix_cache()
         if reset_running and not done and not self.rules.refuses_reset:
             raise EngineFatal(
@@ -115,16 +113,16 @@ class EndsLayer(HybridLockstepLayer):
                 "queue.",
             )
         if done:
-            self.log.evicted(cached, 0, "reset")
+            self.log.evicted_by_group(cached, "reset")
         return (self.reset_connector_cache() and done) if reset_connector else done
 
     def evict_free(self, num_blocks: int) -> int:
         """Take the hash from up to so many blocks that nobody holds, in the order in which they would be reused.
         Returns how many lost one."""
         free = self.pool.free_queue()
-        evicted = self.pool.evict_blocks(free[self.pool.is_cached(free)][:num_blocks].tolist())
-        self.log.evicted(len(evicted), 0, "injected")
-        return len(evicted)
+        chosen = free[self.pool.is_cached(free)][:num_blocks]
+        self.log.evicted_by_group(self.pool.count_by_group(chosen), "injected")
+        return len(self.pool.evict_blocks(chosen.tolist()))
 
     def reset_connector_cache(self) -> bool:
         """What the connector has cached is forgotten, where it caches anything."""
