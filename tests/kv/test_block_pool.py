@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from kvreplay.errors import EngineFatal
 from kvreplay.kv.block_pool import BlockPool
+from kvreplay.kv.group_keys import group_key
 from kvreplay.kv.prefix_cache import NO_KEY
 from tests.kv.reference_pool import ReferencePool
 
@@ -133,6 +134,34 @@ class TestPrefixCache:
         assert pool.take_one() == 1
         assert told == [3, 2, 1]
         assert (pool.num_evicted, pool.num_cached_keys) == (3, 0)
+
+    def test_several_groups_evictions_are_counted_apart(self) -> None:
+        """Whichever way blocks are taken."""
+        pool = BlockPool(8)
+        pool.count_groups(3)
+        taken = pool.get_new_blocks(7)
+        pool.cache(taken, keys(*(group_key(key, group, 3) for key, group in enumerate((0, 1, 2, 1, 2, 2, 2)))))
+        assert pool.count_by_group(taken) == [1, 2, 4]
+        pool.free_blocks(taken)
+        pool.get_new_blocks(3)
+        assert (pool.evicted_by_group, pool.num_evicted) == ([1, 1, 1], 3)
+        pool.take_one()
+        pool.take_column(np.zeros(3, np.int64).data, 0, 1, 3)
+        assert (pool.evicted_by_group, pool.num_evicted) == ([1, 2, 4], 7)
+
+    def test_what_was_evicted_is_found_among_what_there_ever_was(self) -> None:
+        """Reused, evicted and reset; not what was never cached, nor a part of a block that is full now."""
+        pool = BlockPool(6)
+        taken = pool.get_new_blocks(5)
+        pool.cache_partial(5, 9, 2)
+        pool.cache(taken, keys(1, 2, 3, 4, 5), np.full(5, 4))
+        assert not pool.has_lost
+        pool.evict_blocks([1])
+        pool.free_blocks(taken[1:])
+        pool.take_one()
+        pool.get_new_blocks(1)
+        assert pool.find(keys(1, 2, 3, 4, 5, 6, 9)).tolist() == [0, 0, 0, 4, 5, 0, 0]
+        assert (pool.find_former(keys(1, 2, 3, 4, 5, 6, 9)) != 0).tolist() == [True] * 5 + [False] * 2
 
     def test_evicting_moves_no_block(self) -> None:
         """Spec, 5.6: in use it stays in use, free it stays where it is."""
