@@ -191,10 +191,10 @@ class TestEvictionInHybrids:
         bench = self.bench()
         bench.scheduler.evict_free(3)
         bench.scheduler.reset_prefix_cache()
-        evicted = [(event.cause, event.group, event.num_blocks) for event in bench.events("block.evicted")]
-        by_group = [sum(count or 0 for _, group, count in evicted if group == number) for number in (0, 1)]
+        evicted = bench.events("block.evicted")
+        by_group = [sum(event.num_blocks or 0 for event in evicted if event.group == group) for group in (0, 1)]
         assert by_group == [5, 1]
-        assert {cause for cause, *_ in evicted} == {"injected", "reset"}
+        assert {event.cause for event in evicted} == {"injected", "reset"}
 
 
 class TestFullHit:
