@@ -8,6 +8,7 @@ from kvreplay.checkers.finding import (
     CONSERVATION,
     CONTENT,
     NO_FATAL,
+    NULL_BLOCK,
     OUTPUT_EQUAL,
     PROGRESS,
     Finding,
@@ -37,7 +38,8 @@ def attach(
     """Sort out what is implied.
 
     By a stall: its instance's PROGRESS, and the CONSERVATION of the blocks that it still holds. By a crash: its
-    NO-FATAL. By wrong contents: wrong outputs (OUTPUT-EQUAL) of the same request, or later of the same instance.
+    NO-FATAL. By wrong contents, or a request's use of the null block, which has none: wrong outputs (OUTPUT-EQUAL) of
+    the same request, or later of the same instance.
     """
     attached = Attached([], {}, {}, {})
     stall_of = _Stalls(stalls)
@@ -47,7 +49,7 @@ def attach(
         if owner is not None:
             owners.setdefault(owner, Counter())[finding.checker] += 1
             continue
-        if finding.checker == CONTENT:
+        if finding.checker == CONTENT or (finding.checker == NULL_BLOCK and finding.request_id is not None):
             place = len(attached.independent)
             content_of[finding.instance, finding.request_id] = content_of[finding.instance, None] = place
         attached.independent.append(finding)

@@ -44,6 +44,17 @@ def test_wrong_contents_take_the_wrong_outputs_that_follow() -> None:
     assert attached.by_finding == {1: {"OUTPUT-EQUAL": 1}, 2: {"OUTPUT-EQUAL": 1}}
 
 
+def test_so_does_a_request_s_use_of_the_null_block() -> None:
+    leak = Finding("NULL-BLOCK", 1, "the null block was freed", "D0")
+    early = Finding("OUTPUT-EQUAL", 2, "wrong output", "D0", "r9")
+    read = Finding("NULL-BLOCK", 3, "position 4 was read from the null block", "D0", "r1", block_id=0)
+    same = Finding("OUTPUT-EQUAL", 3, "wrong output", "D0", "r1")
+    reader = Finding("OUTPUT-EQUAL", 7, "wrong output", "D0", "r8")
+    attached = attach([reader, same, read, early, leak], [], [])
+    assert attached.independent == [leak, early, read]
+    assert attached.by_finding == {2: {"OUTPUT-EQUAL": 2}}
+
+
 def test_what_nothing_implies_stands_for_itself() -> None:
     findings = [Finding("PROGRESS", 3, "never ended", "D7", "r1"), Finding("FENCE", 4, "given away", "D0", "r1")]
     assert attach(findings, STALLS, ["D0"]).independent == findings
