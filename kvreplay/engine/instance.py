@@ -213,6 +213,7 @@ class Instance(SteppingInstance):
         self._log.now_ns = start_ns
         self._log.step = self.scheduler.step + 1
         out = self._in_flight = self.scheduler.schedule_uneventful()
+        self._note_blocks()
         if self._model is not None:
             self._model.execute(out)
         self._note_step(out, self._timing.step_ns(0, out.num_decodes, out.num_kv_tokens))

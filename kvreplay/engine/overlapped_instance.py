@@ -38,6 +38,7 @@ class OverlappedInstance(Instance):
                 return
             self._log.step = scheduler.step + 1
             out = scheduler.schedule()
+            self._note_blocks()
             self._pipeline.append(out)
             if self._model is not None:
                 self._model.capture(out)

@@ -190,6 +190,7 @@ class SteppingInstance:
         if not self._must_single_step and scheduler.can_coast and self._start_coast():
             return
         out = scheduler.schedule()
+        self._note_blocks()
         self._in_flight = out  # a report that comes of the work itself must not wake whoever is awake
         duration_ns = 0
         if out.total_num_scheduled_tokens:
@@ -271,13 +272,18 @@ class SteppingInstance:
             self._model.execute(out)
         return held_up_ns
 
+    def _note_blocks(self) -> None:
+        """Most blocks are in use when a step has been scheduled, also one that only takes them for a load."""
+        pool, counters = self.scheduler.pool, self.counters
+        in_use = pool.num_blocks - 1 - pool.num_free
+        if in_use > counters.peak_blocks:
+            counters.peak_blocks = in_use
+
     def _note_step(self, out: SchedulerOutput, duration_ns: int) -> None:
         counters = self.counters
         counters.steps += 1
         counters.busy_ns += duration_ns
         counters.computed_tokens += out.total_num_scheduled_tokens
-        pool = self.scheduler.pool
-        counters.peak_blocks = max(counters.peak_blocks, pool.num_blocks - 1 - pool.num_free)
         if self._log.sink.detail >= DETAIL_STEPS:
             self._log_step(out.total_num_scheduled_tokens, len(out.shares) + out.num_lockstep, duration_ns)
             for share in out.shares:

@@ -181,6 +181,12 @@ class TestErrorResponse:
             [*self.BEFORE, *self.SETTLED, *recomputed(4, "injected error"), *PREFILLED, self.EXPIRED]
         )
 
+    def test_what_d_held_for_the_load_is_the_most_it_held(self) -> None:
+        """Though it computes nothing in the step that takes the blocks, nor in any other."""
+        played = play(pair(), TWO, "error-response")
+        (peak,) = {event.num_tokens for event in played.of("usage", instance="D0") if event.status == "peak_blocks"}
+        assert peak == 4
+
     def test_before_50984_it_stalls_and_the_producers_blocks_expire(self) -> None:
         played = play(pair(), ONE, "error-response", behaviour="pre-50984")
         assert played.ends() == {"a": ("stalled", "D0", 480_012)}
