@@ -237,3 +237,10 @@ def test_what_a_tier_has_done_is_not_forgotten_with_the_engine(tmp_path: Path) -
     assert alive.tiers is not None
     assert alive.tiers.stored.bytes > 0
     assert dead.tiers == alive.tiers
+
+
+def test_a_job_that_is_flushed_again_and_again_is_one_job() -> None:
+    """Nobody hears of its end: it is asked for again whenever its blocks are about to be given away."""
+    played = play(offloading(num_gpu_blocks=30), _sessions(), "offload.done-lost")
+    flushed = [event.num_tokens or 0 for event in played.of("usage") if event.status == "flushed_jobs"]
+    assert 0 < flushed[-1] <= len(played.of("store.started", "load.started"))

@@ -21,7 +21,8 @@ class OffloadAccounts:
         self._log = log
         self._cpu = cpu
         self._tiers = tiers
-        self._num_flushed = 0
+        self._flushed: set[int] = set()
+        """Jobs; one whose end is never told may be asked for again, step after step."""
         self._evictions_told = 0
         self._tier_evictions_told = 0
         self._num_discarded = 0
@@ -30,7 +31,7 @@ class OffloadAccounts:
 
     def step_built(self, stores: Mapping[int, TransferJob], flushed: Collection[int]) -> None:
         """A step's orders to the workers."""
-        self._num_flushed += len(flushed)
+        self._flushed.update(flushed)
         for job in stores.values():
             self._emit("store.started", job.job_id, job.req_id, len(job.gpu.block_ids), None)
 
@@ -69,7 +70,7 @@ class OffloadAccounts:
         values = {
             "cpu_chunks": cpu.chunks.num_chunks - cpu.chunks.num_free,
             "num_cpu_chunks": cpu.chunks.num_chunks,
-            "flushed_jobs": self._num_flushed,
+            "flushed_jobs": len(self._flushed),
             "refused_offers": self.num_refused,
         }
         if self.workers is not None:
