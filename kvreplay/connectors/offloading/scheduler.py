@@ -8,6 +8,7 @@ import numpy as np
 from kvreplay.connectors.offloading.arrays import Marks
 from kvreplay.connectors.offloading.behaviour import VLLM_0_33, OffloadBehaviour
 from kvreplay.connectors.offloading.context import MEDIA, context_of
+from kvreplay.connectors.offloading.engine_steps import step_of
 from kvreplay.connectors.offloading.handoffs import HandoffStores
 from kvreplay.connectors.offloading.keys import KeySpace
 from kvreplay.connectors.offloading.layout import OffloadLayout
@@ -18,11 +19,9 @@ from kvreplay.connectors.offloading.manager import OffloadingManager
 from kvreplay.connectors.offloading.request_state import GroupState, RequestState
 from kvreplay.connectors.offloading.stores import StoreBuilder
 from kvreplay.connectors.offloading.structs import (
-    Handoff,
     OffloadingConnectorMetadata,
     OffloadingOutput,
     OffloadStep,
-    StepRequest,
     TransferJob,
 )
 from kvreplay.engine.connector import KVConnectorOutput, RequestBlocks
@@ -533,33 +532,6 @@ class OffloadingScheduler:
         if self.chunks_being_loaded is not None:
             self.chunks_being_loaded.clear()
         return True
-
-
-def step_of(out: SchedulerOutput, shares: Iterable[Share] | None = None) -> OffloadStep:
-    """An engine's step. Requests in lockstep are not shown: there is nothing to store of them.
-
-    `shares`: those that are shown; None: all.
-    """
-    return OffloadStep(
-        [
-            StepRequest(
-                share.request.request_id,
-                share.start,
-                share.num_tokens,
-                None if share.admitted else share.new_blocks,
-                share.admitted,
-                share.request.shared_prefix_boundary,
-            )
-            for share in (out.shares if shares is None else shares)
-        ],
-        out.preempted,
-        out.finished_req_ids,
-        [destination for _, destination in out.block_copies] if out.block_copies else (),
-        {request_id: [Handoff(*state) for state in states] for request_id, states in out.boundary_states.items()}
-        if out.boundary_states
-        else {},
-        out.total_num_scheduled_tokens > 0,
-    )
 
 
 def _engine_asserts(condition: bool, text: str) -> None:  # noqa: FBT001 - reads as an assertion

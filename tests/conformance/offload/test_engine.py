@@ -17,7 +17,7 @@ from kvreplay.conformance.offload_workload import OffloadEvent, read_offload_wor
 from kvreplay.conformance.scheduler_vectors import Driver as SchedulerDriver
 from kvreplay.conformance.workload import RequestSpec, Workload
 from kvreplay.connectors.multi.scheduler import MultiOutput, MultiScheduler
-from kvreplay.connectors.offloading.scheduler import step_of
+from kvreplay.connectors.offloading.engine_steps import step_of
 from kvreplay.connectors.offloading.structs import OffloadingConnectorMetadata, OffloadingOutput
 from kvreplay.connectors.offloading.worker import LOADS, SYNC_LOADS
 from kvreplay.connectors.scripted.connector import ScriptedConnector
