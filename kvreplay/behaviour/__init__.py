@@ -44,7 +44,7 @@ class Behaviour:
 
 def nearest(word: str, known: Mapping[str, object] | list[str], otherwise: str = "") -> str:
     """`; did you mean 'x'?` for the closest known word; if none is close, what else to say."""
-    matches = get_close_matches(word, list(known), n=1, cutoff=0.5)
+    matches = get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {matches[0]!r}?" if matches else otherwise
 
 

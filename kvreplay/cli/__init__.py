@@ -3,7 +3,6 @@
 import gc
 import os
 import sys
-from pathlib import Path
 from typing import Final, NoReturn, TextIO
 
 _OBJECTS_PER_COLLECTION: Final = 100_000
@@ -18,8 +17,8 @@ def main() -> NoReturn:
         sys.stderr.write("error: kvreplay needs its asserts; start it without -O and PYTHONOPTIMIZE\n")
         sys.exit(2)
     # None where the descriptor was closed before we started.
-    sys.stdout = sys.stdout or _nowhere()
-    sys.stderr = sys.stderr or _nowhere()
+    sys.stdout = sys.stdout or _unwritable()
+    sys.stderr = sys.stderr or _unwritable()
     try:
         from kvreplay.cli.app import run_app
 
@@ -40,5 +39,6 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _nowhere() -> TextIO:
-    return Path(os.devnull).open("w")
+def _unwritable() -> TextIO:
+    """In the place of a closed stream: what is written fails as it would there, and is told as that."""
+    return os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")

@@ -8,11 +8,11 @@ from importlib.util import find_spec
 from typing import Annotated, Final, cast
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from kvreplay import __version__
 from kvreplay.cli.common import ProcessStatus, paragraphs, print_error, redirect_to_nowhere
-from kvreplay.errors import KvReplayError
+from kvreplay.errors import ConfigError, KvReplayError
 
 COMMANDS: Final = (
     ("run", "kvreplay.cli.run:run"),
@@ -38,6 +38,20 @@ _REWORDED: Final = {
     ", unable to parse string as a number": "",
 }
 """How some versions of typer pass on what checked a value; others say nothing of the kind."""
+
+
+class _Once(TyperCommand):
+    """Refuses an option that takes one value and is given twice: of two plans, say, the first would be dropped."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        *_, given = self.make_parser(ctx).parse_args(args=list(args))
+        seen: list[object] = []
+        for option in given:
+            if any(option is other for other in seen) and not option.multiple and not getattr(option, "is_flag", False):
+                raise ConfigError(f"{max(option.opts, key=len)}: given twice, takes one value")
+            if option.param_type_name == "option":
+                seen.append(option)
+        return super().parse_args(ctx, args)
 
 
 class _InOrder(TyperGroup):
@@ -89,9 +103,11 @@ def _register() -> None:
             continue
         command = getattr(import_module(module), attribute)
         if isinstance(command, typer.Typer):
+            for inner in command.registered_commands:
+                inner.cls = _Once
             app.add_typer(command, name=name)
         else:
-            app.command(name, help=paragraphs(command.__doc__))(command)
+            app.command(name, cls=_Once, help=paragraphs(command.__doc__))(command)
 
 
 _register()
@@ -112,7 +128,7 @@ def run_app(arguments: Sequence[str]) -> int:
             raise
         status = ProcessStatus.PIPE_CLOSED
     except OSError as error:
-        if error.errno != errno.ENOSPC and error.filename is None:
+        if error.errno not in (errno.ENOSPC, errno.EBADF) and error.filename is None:
             raise
         print_error(f"{error.filename or 'standard output'}: {(error.strerror or str(error)).lower()}")
         status = ProcessStatus.USAGE
@@ -127,13 +143,17 @@ def _run_command(arguments: Sequence[str]) -> int:
         if not argument.isascii() and any("\ud800" <= character <= "\udfff" for character in argument):
             print_error(f"{argument}: is not UTF-8 text")
             return ProcessStatus.USAGE
+    empty = _empty(arguments)
+    if empty is not None:
+        print_error(f"{empty}: must not be empty")
+        return ProcessStatus.USAGE
     try:
         status = app(args=list(arguments), prog_name="kvreplay", standalone_mode=False)
     except KvReplayError as error:
         print_error(str(error))
         return ProcessStatus.USAGE
     except _UsageError as error:
-        print_error(_worded(error))
+        print_error(_worded(error, arguments))
         return ProcessStatus.USAGE
     except typer.Abort:
         return ProcessStatus.INTERRUPTED
@@ -141,14 +161,39 @@ def _run_command(arguments: Sequence[str]) -> int:
     return status if isinstance(status, int) else ProcessStatus.DONE
 
 
-def _worded(error: typer.BadParameter) -> str:
-    """Typer's message in the style of ours: lower case, no full stop, and where to look."""
+def _empty(arguments: Sequence[str]) -> str | None:
+    """The first argument, or option, whose value is an empty text, which means nothing anywhere."""
+    for before, argument in zip(("", *arguments), arguments, strict=False):
+        if not argument:
+            return f"{before} ''" if before.startswith("-") else "argument ''"
+        option, equals, value = argument.partition("=")
+        if option.startswith("--") and equals and not value:
+            return f"{option} ''"
+    return None
+
+
+def _worded(error: typer.BadParameter, arguments: Sequence[str]) -> str:
+    """Typer's message in the style of ours: lower case, no full stop, the value that was given, and where to look."""
     message = error.format_message().rstrip(".")
     for words, ours in _REWORDED.items():
         message = message.replace(words, ours)
+    value = _value_of(getattr(error, "param", None), arguments)
+    if value is not None and repr(value) not in message:
+        message += f", got {value!r}"
     context = error.ctx
     hint = f" (see '{context.command_path} --help')" if context is not None else ""
     return message[:1].lower() + message[1:] + hint
+
+
+def _value_of(option: object, arguments: Sequence[str]) -> str | None:
+    """What an option was given, if it is one and was."""
+    for before, argument in zip(("", *arguments), arguments, strict=False):
+        for name in getattr(option, "opts", ()):
+            if before == name:
+                return argument
+            if name.startswith("--") and argument.startswith(f"{name}="):
+                return argument.removeprefix(f"{name}=")
+    return None
 
 
 def _discard_unwritable_output() -> None:

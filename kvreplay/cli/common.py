@@ -44,8 +44,20 @@ BehaviourOption = Annotated[
     list[str] | None,
     typer.Option("--behaviour", metavar="NAME=VALUE", help="One switch, on top of the profile. Repeatable."),
 ]
+MAX_SEED: Final = 2**63 - 1
+
+
+def _check_seed(seed: int) -> int:
+    """Here rather than as typer's `max`, whose digits would fill the help."""
+    from kvreplay.errors import ConfigError
+
+    if seed > MAX_SEED:
+        raise ConfigError(f"--seed {seed}: expected at most {MAX_SEED}")
+    return seed
+
+
 SeedOption = Annotated[
-    int, typer.Option("--seed", metavar="N", min=0, max=2**63 - 1, help="Seed of every random draw.")
+    int, typer.Option("--seed", metavar="N", min=0, callback=_check_seed, help="Seed of every random draw.")
 ]
 LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Take the first N requests only.")]
 

@@ -103,7 +103,7 @@ class SpeculativeConfig:
         if not 0 < self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
             raise ConfigError(
                 f"speculative.num_speculative_tokens must be in [1, {MAX_SPECULATIVE_TOKENS}], "
-                f"got {self.num_speculative_tokens}"
+                f"or 0 for none, got {self.num_speculative_tokens}"
             )
         if self.num_mtp_layers <= 0:
             raise ConfigError(f"speculative.num_mtp_layers must be > 0, got {self.num_mtp_layers}")

@@ -87,7 +87,7 @@ Moment = int | EventPattern
 
 def parse_moment(text: str) -> Moment:
     """Raises ValueError with what a moment may be."""
-    if not text[:1].isdigit():
+    if text[:1] not in "+-.0123456789":
         return parse_event_pattern(text)
     if text.replace(".", "", 1).isdigit():
         raise ValueError(

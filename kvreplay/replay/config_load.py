@@ -384,6 +384,8 @@ def _build_model(table: Document, where: str) -> ModelConfig:
     table = deepcopy(_expanded("model", table, where.removesuffix(": [model]")))
     block_size = table.pop("block_size", None)
     table.setdefault("name", "custom")
+    if "groups" not in table:
+        raise ConfigError(f"{where}: expected a preset ({', '.join(MODEL_PRESETS)}), or [[model.groups]]")
     if block_size is not None:
         convert(block_size, int, f"{where} block_size")
         convert(table.get("groups", []), tuple[KVCacheGroupSpec, ...], f"{where} groups")

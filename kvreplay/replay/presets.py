@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Final
 
 import kvreplay
+from kvreplay.behaviour import nearest
 from kvreplay.errors import TraceError
 from kvreplay.kv.specs import (
     FULL,
@@ -170,4 +171,5 @@ def find_trace(name_or_path: str) -> Path:
         return path
     if name_or_path in names:
         return packaged_folder("traces") / f"{name_or_path}.parquet"
-    raise TraceError(f"{name_or_path}: no such file, nor a canned trace ({', '.join(names) or 'there are none'})")
+    canned = f"{', '.join(names) or 'there are none'}"
+    raise TraceError(f"{name_or_path}: no such file, nor a canned trace ({canned}){nearest(name_or_path, names)}")

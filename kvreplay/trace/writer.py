@@ -297,6 +297,8 @@ def frame_of(tables: Sequence[pa.Table], columns: Sequence[str] | None) -> "pl.D
 
 def check_output(path: Path, inputs: Sequence[Path] = ()) -> None:
     """Refuse an output path that cannot work, before any work is done. Raises TraceError."""
+    if str(path) == "-":
+        raise TraceError("-o -: a trace goes into a file, not to standard output")
     folder = path.parent
     if not folder.is_dir():
         raise TraceError(f"{path}: no such folder: {folder}")

@@ -164,9 +164,59 @@ def test_an_error_that_cannot_be_said_changes_no_status(arguments: str, status: 
     assert subprocess.run(["sh", "-c", line], cwd=ROOT, check=False, stdout=subprocess.DEVNULL).returncode == status
 
 
-def test_closed_descriptors_are_no_traceback() -> None:
-    line = f"{' '.join(COMMAND)} profiles --json >&- 2>&-"
-    assert subprocess.run(["sh", "-c", line], cwd=ROOT, check=False).returncode == 0
+@pytest.mark.parametrize("arguments", ["profiles --json", "profiles", "run decode-stall", "run decode-stall --json"])
+def test_a_closed_output_is_one_line(arguments: str) -> None:
+    line = f"{' '.join(COMMAND)} {arguments} >&-"
+    done = subprocess.run(["sh", "-c", line], cwd=ROOT, check=False, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: standard output: bad file descriptor\n")
+    line += " 2>&-"
+    assert subprocess.run(["sh", "-c", line], cwd=ROOT, check=False).returncode == 2
+
+
+def test_closed_errors_change_no_status() -> None:
+    line = f"{' '.join(COMMAND)} run decode-stall --baseline 2>&-"
+    assert subprocess.run(["sh", "-c", line], cwd=ROOT, check=False, stdout=subprocess.DEVNULL).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", ""], "argument ''"),
+        (["run", "decode-stall", "-o", ""], "-o ''"),
+        (["run", "decode-stall", "--profile", ""], "--profile ''"),
+        (["run", "decode-stall", "--config="], "--config ''"),
+    ],
+)
+def test_an_empty_text_is_no_value(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "run decode-stall --plan a.toml --plan b.toml",
+        "run decode-stall -o a.parquet --output=b.parquet",
+        "synth -o a.parquet --rate 1 --rate 1",
+        "import mooncake a.jsonl --limit 1 --limit 2",
+        "info decode-stall nosuch --json --json",
+    ],
+)
+def test_of_two_values_none_is_dropped(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What may be given more than once is taken more than once; a switch says the same again."""
+    assert run_app(arguments.split()) == 2
+    flag = next(
+        word for word in ("--plan", "--output", "--rate", "--limit", "argument") if word in arguments + " argument"
+    )
+    assert flag in capsys.readouterr().err
+
+
+def test_help_is_not_broken_within_a_range() -> None:
+    for command in ("run", "synth"):
+        shown = kvreplay(command, "--help", env={"COLUMNS": "80"}).stdout
+        ranges = [line.count("[") - line.count("]") for line in shown.splitlines() if "<=x" in line or "x>=" in line]
+        assert ranges
+        assert not any(ranges)
 
 
 def test_ctrl_c_ends_quietly_with_130() -> None:

@@ -195,9 +195,16 @@ def error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ),
         ("decode-stall --detail blocks", "--detail blocks: says what a written trace holds, give -o as well"),
         ("decode-stall -o decode-stall", "-o decode-stall: is the name of a canned trace, which it would hide; expec"),
-        ("decode-stall --overdue-after inf", "invalid value for '--overdue-after': expected at most 1000000000"),
+        ("decode-stall --overdue-after inf", "invalid value for '--overdue-after': "),
+        ("decode-stall --overdue-after nan", "invalid value for '--overdue-after': "),
         ("decode-stall --set a=b", "--set a=b: unknown key; sections are model, "),
-        ("decode-stall --seed -1", "invalid value for '--seed': expected at least 0"),
+        ("decode-stall --seed -1", "invalid value for '--seed': "),
+        ("decode-stall --seed 9223372036854775808", "--seed 9223372036854775808: expected at most 92233720368547758"),
+        ("decode-stall -o -", "-o -: a trace goes into a file, not to standard output"),
+        ("decode-stall --inject timeout --inject timeout", "--inject timeout: the same fault twice, it is there alr"),
+        ("decode-stall --inject peer-crash:at=-1s", "--inject peer-crash:at=-1s: at must be a duration such as 500ms"),
+        ("decode-stall --inject slow:after=bogus.event", "--inject slow:after=bogus.event: after names no event: no k"),
+        ("decode-stall --config empty.toml", "--config empty.toml: no such preset or file"),
         ("decode-stall --profile zzz", "--profile zzz: unknown profile, expected one of vllm-0.33, pre-50388, "),
         ("decode-stall --inject timeout:peer=P9", "--inject timeout:peer=P9: peer=P9 matches no instance, expected P0"),
         ("decode-stall --limit 0", "invalid value for '--limit': "),
@@ -213,6 +220,34 @@ def test_a_mistake_is_one_line_that_names_it(
     monkeypatch.chdir(tmp_path)
     assert error(["run", *arguments.split()], capsys).startswith(message)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--seed -1", "--seed 1.5", "--seed=x", "--limit 0", "--overdue-after nan", "--time-scale x"]
+)
+def test_a_bad_number_is_repeated(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Typer's words differ between its versions."""
+    flag, value = arguments.replace("=", " ").split()
+    message = error(["run", "decode-stall", *arguments.split()], capsys)
+    assert message.startswith(f"invalid value for '{flag}': ")
+    assert repr(value) in message or f" {value} " in message
+
+
+def test_a_nearly_right_name_of_a_trace_brings_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert error(["run", "multi-tur"], capsys).endswith("; did you mean 'multi-turn'?")
+
+
+def test_an_empty_config_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "empty.toml"
+    path.write_text("")
+    message = error(["run", "decode-stall", "--config", str(path)], capsys)
+    assert re.fullmatch(rf"{path}: \[model\]: expected a preset \(llama-70b, .*\), or \[\[model\.groups\]\]", message)
+
+
+def test_a_tier_that_holds_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = "connector.cpu_bytes_to_use=1"
+    message = error(["run", "multi-turn", "--config", "offload-hybrid", "--set", tiny], capsys)
+    assert message == f"--set {tiny}: connector.cpu_bytes_to_use: 1 bytes hold no chunk of 13369344 bytes"
 
 
 @pytest.mark.parametrize("flag", ["TRACE", "--plan", "--config"])

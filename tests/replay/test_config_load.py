@@ -334,7 +334,7 @@ def test_acceptance_is_given_as_rates_or_as_a_length(write: WriteConfig) -> None
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
-        ("num_speculative_tokens=-1", "speculative.num_speculative_tokens must be in [1, 64], got -1"),
+        ("num_speculative_tokens=-1", "speculative.num_speculative_tokens must be in [1, 64], or 0 for none, got -1"),
         ("num_speculative_tokens=some", "expected an integer, got 'some'"),
         ("num_spec_tokens=1", "unknown key; did you mean 'speculative.num_speculative_tokens'?"),
         ("method=medusa", "speculative.method must be one of eagle, eagle3, mtp, draft_model, ngram, got 'medusa'"),

@@ -99,6 +99,10 @@ class OffloadingConfig:
             raise ConfigError("model.groups: bytes_per_token or state_bytes is needed to turn CPU memory into chunks")
         slot_bytes = largest * num_ranks * groups[0].blocks_per_chunk
         num_chunks = self.cpu_bytes_to_use // (-(-slot_bytes // _MEMORY_PAGE) * _MEMORY_PAGE)
+        if not num_chunks:
+            raise ConfigError(
+                f"connector.cpu_bytes_to_use: {self.cpu_bytes_to_use} bytes hold no chunk of {slot_bytes} bytes"
+            )
         if num_chunks > MAX_CHUNKS:
             raise ConfigError(
                 f"connector.cpu_bytes_to_use: {self.cpu_bytes_to_use} bytes are {num_chunks} chunks of this model, "
