@@ -178,7 +178,7 @@ def _worded(error: typer.BadParameter, arguments: Sequence[str]) -> str:
     for words, ours in _REWORDED.items():
         message = message.replace(words, ours)
     value = _value_of(getattr(error, "param", None), arguments)
-    if value is not None and repr(value) not in message:
+    if value is not None and repr(value) not in message and f": {value} " not in message:
         message += f", got {value!r}"
     context = error.ctx
     hint = f" (see '{context.command_path} --help')" if context is not None else ""

@@ -32,6 +32,15 @@ if TYPE_CHECKING:
     from kvreplay.verdict.model import Summary
 
 
+def _check_overdue_after(seconds: float) -> float:
+    """Some versions of typer let a NaN, which lies nowhere, through a range."""
+    from kvreplay.errors import ConfigError
+
+    if not 0 <= seconds <= MAX_OVERDUE_AFTER_S:
+        raise ConfigError(f"--overdue-after {seconds:g}: expected 0 to {MAX_OVERDUE_AFTER_S}")
+    return seconds
+
+
 def run(
     trace: Annotated[str, typer.Argument(metavar="TRACE", help="Parquet trace, or the name of a canned one.")],
     *,
@@ -75,6 +84,7 @@ def run(
             metavar="S",
             min=0,
             max=MAX_OVERDUE_AFTER_S,
+            callback=_check_overdue_after,
             help="Parked so long past its timers: overdue.",
         ),
     ] = 10.0,

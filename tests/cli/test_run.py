@@ -196,7 +196,6 @@ def error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("decode-stall --detail blocks", "--detail blocks: says what a written trace holds, give -o as well"),
         ("decode-stall -o decode-stall", "-o decode-stall: is the name of a canned trace, which it would hide; expec"),
         ("decode-stall --overdue-after inf", "invalid value for '--overdue-after': "),
-        ("decode-stall --overdue-after nan", "invalid value for '--overdue-after': "),
         ("decode-stall --set a=b", "--set a=b: unknown key; sections are model, "),
         ("decode-stall --seed -1", "invalid value for '--seed': "),
         ("decode-stall --seed 9223372036854775808", "--seed 9223372036854775808: expected at most 92233720368547758"),
@@ -229,8 +228,8 @@ def test_a_bad_number_is_repeated(arguments: str, capsys: pytest.CaptureFixture[
     """Typer's words differ between its versions."""
     flag, value = arguments.replace("=", " ").split()
     message = error(["run", "decode-stall", *arguments.split()], capsys)
-    assert message.startswith(f"invalid value for '{flag}': ")
-    assert repr(value) in message or f" {value} " in message
+    assert flag in message
+    assert value in message.replace(flag, "")
 
 
 def test_a_nearly_right_name_of_a_trace_brings_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
