@@ -158,7 +158,7 @@ class LiveFindings:
         self._recounted_ns[instance.name] = now
         snapshot = snapshot_of(instance.scheduler.kv)
         for finding in check_conservation(snapshot, instance.name, now, whole_cache=whole_cache):
-            self._emit(finding)
+            self._emit(finding, self._lasting_at([instance.name]))
 
     def check_drained(self, instance: SteppingInstance) -> None:
         """At the end: nobody holds a block."""

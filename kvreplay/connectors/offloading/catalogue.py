@@ -121,6 +121,7 @@ _COPIES: Final = (
         target=COPY_JOB,
         survives="it is given up after a time and counts as failed",
         selects=_is_copy,
+        lasts=True,
         needs=_NEEDS,
     ),
     FaultRow(
@@ -159,6 +160,7 @@ _COPIES: Final = (
         target=COPY_DONE,
         survives="after a time it counts as failed",
         selects=_is_copy,
+        lasts=True,
         needs=_NEEDS,
     ),
 )
@@ -178,6 +180,7 @@ _REPORTS: Final = (
         target=RANK_REPORT,
         survives="the worker repeats what nobody has noticed",
         selects=_is_report,
+        lasts=True,
         needs=_NEEDS,
     ),
     FaultRow(

@@ -35,6 +35,7 @@ ROWS: Final = (
         survives="a load's request fails or is computed, a store's blocks are forgotten; the thread goes on",
         transform=_raise,
         selects=_is_copy,
+        lasts=True,
         needs=_NEEDS,
     ),
     FaultRow(

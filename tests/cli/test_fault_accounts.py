@@ -1,0 +1,59 @@
+"""What a run says of its faults: who came to harm by each, and whether it tested anything."""
+
+import json
+from typing import Any
+
+import pytest
+
+from kvreplay.cli.app import run_app
+
+
+def played(arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    run_app(["run", "multi-turn", "--json", *arguments.split()])
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--config offload-hybrid --inject offload.done-lost",
+        "--config offload-hybrid --inject offload.ack-lost",
+        "--config offload-hybrid --set connector.kind=simple_cpu --inject simple-cpu.copy-raises",
+        "--config mooncake-4p4d-tp4-tp2 --inject mooncake.bootstrap-partial-ranks",
+    ],
+)
+def test_every_stall_behind_the_only_fault_is_counted_as_its_own(
+    arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = played(arguments, capsys)
+    [fault] = document["faults"]
+    assert {stall["fault"] for stall in document["stalled"]} == {fault["spec"]}
+    stalled = fault["outcomes"].get("stalled", 0) + fault["followed"].get("stalled", 0)
+    assert stalled == document["requests"]["stalled"] > fault["outcomes"].get("stalled", 0)
+    assert all(violation["fault"] == fault["spec"] for violation in document["violations"])
+
+
+def test_who_is_refused_after_a_crash_of_all_follows_from_it(capsys: pytest.CaptureFixture[str]) -> None:
+    document = played("--inject peer-crash:at=5s,instance=*", capsys)
+    [fault], requests = document["faults"], document["requests"]
+    assert requests["rejected"] == fault["followed"]["rejected"] > 0
+    assert (requests["rejected_unfaulted"], requests["failed_unfaulted"]) == (0, 0)
+    assert sorted(fault["acted_on"]) == ["D0", "P0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "instances"),
+    [("peer-crash:at=5s", ["P0"]), ("cache.reset:at=5s,instance=D*", ["D0"]), ("engine.restart:at=5s", ["P0"])],
+)
+def test_an_action_says_where_it_acted(name: str, instances: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert played(f"--inject {name}", capsys)["faults"][0]["acted_on"] == instances
+
+
+def test_a_configuration_that_fits_no_request_passes_but_not_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    document = played("--set model.max_model_len=10", capsys)
+    assert document["verdict"] == "passed"
+    assert document["requests"]["rejected_unfaulted"] == document["requests"]["total"] == 60
+    assert document["reasons"] == [{"outcome": "rejected", "cause": "max_model_len of 10 exceeded", "count": 60}]
+    assert run_app(["run", "multi-turn", "--set", "connector.abort_request_timeout=0"]) == 0
+    assert "! 60 requests failed without a fault to blame: " in capsys.readouterr().out
