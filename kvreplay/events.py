@@ -162,7 +162,8 @@ KINDS: Final[dict[str, KindSpec]] = {
     "engine.crashed": KindSpec(_RUN, "the replayed engine died; status = exception, cause = its message"),
     "usage": KindSpec(
         _RUN,
-        "sampled every 10 s of virtual time and at the end; status names the value in num_tokens: gauges "
+        "sampled every 10 s of virtual time and at the end, but no more where an instance's values have been the same "
+        "for ten minutes; status names the value in num_tokens: gauges "
         "running, waiting, deferred, blocks (in use), peak_blocks; counters steps, busy_ns, computed_tokens, "
         "loaded_tokens, preemptions; constants num_gpu_blocks. With speculative decoding also the counters drafts "
         "(verified shares of steps), draft_tokens, accepted_tokens. With a CPU tier also cpu_chunks (in use), "

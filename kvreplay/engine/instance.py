@@ -4,7 +4,7 @@ While nothing but decoding goes on the instance *coasts*: many steps are one act
 up to date (`catch_up`), with the step then in progress in flight.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvreplay.engine.output import SchedulerOutput
@@ -13,6 +13,8 @@ from kvreplay.engine.stepping import POLL_NS, SteppingInstance
 from kvreplay.errors import EngineFatal
 
 _COAST_STEPS = 4096
+_REPEATS_TOLD = 60
+"""Samples in which nothing has changed: those of ten minutes, longer than any timeout's default."""
 
 
 @dataclass(slots=True)
@@ -32,6 +34,9 @@ class Instance(SteppingInstance):
     _coast: _Coast | None = None
     _evicted_reported: Sequence[int] = ()
     """By group."""
+    _last_sample: Mapping[str, int] | None = None
+    _num_repeats = 0
+    """Samples since then that were the same."""
 
     # =========================================================================================================
     # From outside
@@ -251,8 +256,21 @@ class Instance(SteppingInstance):
     # Reports
     # =========================================================================================================
 
+    def sample_again(self) -> bool:
+        """`sample_usage` for the next of many samples, which is left out if nothing has changed for long. Returns
+        whether it was told: idle time costs nothing."""
+        values = self._usage()
+        self._num_repeats = self._num_repeats + 1 if values == self._last_sample else 0
+        if self._num_repeats > _REPEATS_TOLD:
+            return False
+        self._tell_usage(values)
+        return True
+
     def sample_usage(self) -> None:
         """Emit the gauges and counters at this instant."""
+        self._tell_usage(self._usage())
+
+    def _usage(self) -> dict[str, int]:
         if not self.is_dead:
             self.catch_up()
         log, scheduler, counters = self._log, self.scheduler, self.counters
@@ -275,6 +293,11 @@ class Instance(SteppingInstance):
             values.update(self._acceptance.counters.usage())
         if self.more_usage is not None:
             values.update(self.more_usage())
+        return values
+
+    def _tell_usage(self, values: Mapping[str, int]) -> None:
+        self._last_sample = values
+        log, pool = self._log, self.scheduler.pool
         for name, value in values.items():
             log.usage(name, value)
         evicted = list(pool.evicted_by_group)

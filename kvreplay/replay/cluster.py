@@ -163,9 +163,12 @@ class Cluster:
         """No event before this instant is still to come."""
         return min([self.loop.now_ns, *(node.instance.reported_ns for node in self.nodes)])
 
-    def _sample_later(self) -> None:
-        self.loop.call_later(SAMPLE_NS, self._sample, daemon=True)
+    def _sample_later(self, num_intervals: int = 1) -> None:
+        self.loop.call_later(num_intervals * SAMPLE_NS, self._sample, daemon=True)
 
     def _sample(self) -> None:
-        self.ends.sample()
-        self._sample_later()
+        if self.ends.sample() or not self.loop.num_live:
+            self._sample_later()
+            return
+        # All is as it was for long, and stays so until something happens: on to the last sample before that.
+        self._sample_later(max((self.loop.peek_ns() - self.loop.now_ns - 1) // SAMPLE_NS, 1))

@@ -23,10 +23,13 @@ class Ends:
         self._blame = blame
         self._findings = findings
 
-    def sample(self) -> None:
+    def sample(self) -> bool:
+        """Returns whether any instance had something to tell."""
+        told = False
         for node in self._nodes:
             if node.is_up:
-                node.instance.sample_usage()
+                told |= node.instance.sample_again()
+        return told
 
     def report_stalls(self) -> None:
         """Nothing is left that could happen: who has not ended never will, as things are."""

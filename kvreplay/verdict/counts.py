@@ -245,8 +245,10 @@ def _points(time_ns: pl.Series) -> pl.Series:
 
 def _filled(gauges: pl.DataFrame) -> pl.DataFrame:
     """Every gauge of every instance at every point: where no sample was taken, the last one holds."""
-    highest = gauges.group_by("instance", "status", "point").agg(pl.col("value").max())
+    highest = gauges.group_by("instance", "status", "point").agg(pl.col("value").max(), last=pl.col("value").last())
     lines = highest.select("instance").unique().join(pl.DataFrame({"status": GAUGES}), how="cross")
     grid = highest.select("point").unique().sort("point").join(lines, how="cross")
-    last = pl.col("value").forward_fill().over("instance", "status", order_by="point")
-    return grid.join(highest, on=["instance", "status", "point"], how="left").with_columns(value=last.fill_null(0))
+    last = pl.col("last").forward_fill().over("instance", "status", order_by="point")
+    return grid.join(highest, on=["instance", "status", "point"], how="left").with_columns(
+        value=pl.coalesce("value", last.fill_null(0))
+    )

@@ -7,7 +7,7 @@ import pytest
 from kvreplay.errors import ConfigError
 from kvreplay.faults.plan import make_plan
 from kvreplay.ids import NS_PER_MS, NS_PER_S
-from kvreplay.replay.cluster import SAMPLE_NS, path_timers_ns, topology_of
+from kvreplay.replay.cluster import SAMPLE_NS, Cluster, path_timers_ns, topology_of
 from kvreplay.replay.config import TopologyConfig
 from tests.scenarios.stage import pair, play, request, single, workload
 
@@ -48,6 +48,36 @@ class TestSamples:
         played = play(single(), late)
         times = sorted({event.time_ns for event in played.of("usage")})
         assert times == [SAMPLE_NS, 2 * SAMPLE_NS, 25_031 * NS_PER_MS]
+
+    def test_those_that_repeat_the_last_are_left_out_after_ten_minutes(self) -> None:
+        """Years of doing nothing cost nothing. They go on where something happens, at the times they had before."""
+        year_ms = 365 * 24 * 3600 * 1000
+        late = workload(request("a"), request("b", year_ms + 9_995), request("c", year_ms + 30_000))
+        played = play(single(), late)
+        times = sorted({event.time_ns for event in played.of("usage")})
+        year = year_ms * NS_PER_MS
+        assert times == [
+            *range(SAMPLE_NS, 62 * SAMPLE_NS, SAMPLE_NS),
+            *(year + SAMPLE_NS * number for number in (1, 2, 3)),
+            played.cluster.loop.now_ns,
+        ]
+        assert played.cluster.loop.num_run < 1000
+        in_use = {event.time_ns: event.num_tokens for event in played.of("usage") if event.status == "running"}
+        assert in_use[year + SAMPLE_NS] == 1
+
+    def test_those_that_are_not_even_taken_would_be_left_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        hour_ms = 3_600_000
+        late = workload(
+            *(request(f"r{number}", at_ms) for number, at_ms in enumerate((0, hour_ms, 2 * hour_ms + 1, 9 * hour_ms)))
+        )
+        skipping = play(pair(), late, "timeout:nth=2")
+
+        def sample_every_time(cluster: Cluster) -> None:
+            cluster.ends.sample()
+            cluster._sample_later()
+
+        monkeypatch.setattr(Cluster, "_sample", sample_every_time)
+        assert play(pair(), late, "timeout:nth=2").events == skipping.events
 
     def test_each_instance_that_is_up_has_its_own(self) -> None:
         late = workload(request("a"), request("b", 25_000))

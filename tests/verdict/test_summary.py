@@ -311,6 +311,18 @@ def test_series_add_up_the_instances_of_a_role(sum_up: SumUp) -> None:
     assert (line.queued, line.deferred) == ([1, 4], [2, 1])
 
 
+def test_where_no_sample_was_taken_the_last_one_holds(sum_up: SumUp) -> None:
+    """Not the highest of its point."""
+    samples = [
+        *usage("E0", 1, running=3),
+        *usage("E0", 2, running=1),
+        *(event for number in range(10, 2000) for event in usage("E1", number * 10, running=0)),
+    ]
+    [line] = sum_up(*samples).series
+    assert line.running[0] == 3
+    assert set(line.running[1:]) == {1}
+
+
 def test_series_stay_short_and_keep_their_peaks(sum_up: SumUp) -> None:
     samples = [event for at in range(1, 2001) for event in usage("D0", at, blocks=9 if at == 777 else 1)]
     [line] = sum_up(*samples).series
