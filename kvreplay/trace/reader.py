@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 from kvreplay.errors import TraceError
 from kvreplay.events import KINDS, SCHEMA_VERSION
 from kvreplay.trace.fingerprint import RUN_KINDS, Fingerprint
-from kvreplay.trace.schema import MEMORY_SCHEMA, METADATA_KEYS, REQUIRED, STRINGS, TraceMetadata
+from kvreplay.trace.schema import (
+    CHECKSUM,
+    MEMORY_SCHEMA,
+    METADATA_KEYS,
+    REQUIRED,
+    STRINGS,
+    TraceMetadata,
+    metadata_checksum,
+)
 from kvreplay.trace.writer import frame_of, reason
 
 if TYPE_CHECKING:
@@ -150,6 +158,8 @@ def _metadata(path: Path, file: pq.ParquetFile) -> TraceMetadata:
         raise TraceError(f"{path}: trace schema version {version}, expected {SCHEMA_VERSION}")
     known: dict[str, Any] = {key: values.pop(key) for key in METADATA_KEYS if key in values}
     _check_metadata(path, known)
+    _check_checksum(path, file.metadata.metadata or {})
+    values.pop(CHECKSUM, None)
     return TraceMetadata(
         **{"source": {}, **known},
         kvreplay_version=str(values.pop("kvreplay_version", "unknown")),
@@ -182,6 +192,16 @@ def _check_metadata(path: Path, values: dict[str, Any]) -> None:
             raise TraceError(f"{path}: metadata {key!r}: expected {types[0].__name__}, got {type(value).__name__}")
     if values.get("source") is None:
         values.pop("source", None)
+
+
+def _check_checksum(path: Path, texts: Mapping[bytes, bytes]) -> None:
+    """Files of other tools may lack it."""
+    stored = texts.get(CHECKSUM.encode())
+    if stored is not None and stored != metadata_checksum(texts):
+        raise TraceError(
+            f"{path}: metadata {CHECKSUM!r}: damaged: {stored.decode(errors='replace')[:40]} does not fit "
+            f"{', '.join(METADATA_KEYS)}, expected {metadata_checksum(texts).decode()}"
+        )
 
 
 def _check_columns(path: Path, schema: pa.Schema) -> None:

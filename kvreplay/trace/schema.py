@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
+from zlib import crc32
 
 import pyarrow as pa
 
@@ -64,6 +65,7 @@ def release_memory() -> None:
 
 
 METADATA_KEYS: Final = ("source", "t0_unix_ns", "config", "seed", "faults", "profile")
+CHECKSUM: Final = "checksum"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +93,13 @@ class TraceMetadata:
             **{key: getattr(self, key) for key in METADATA_KEYS},
             **self.extra,
         }
-        return {key.encode(): canonical_json(value).encode() for key, value in values.items()}
+        texts = {key.encode(): canonical_json(value).encode() for key, value in values.items()}
+        return {**texts, CHECKSUM.encode(): metadata_checksum(texts)}
+
+
+def metadata_checksum(texts: Mapping[bytes, bytes]) -> bytes:
+    """CRC-32, as JSON, of what a run depends on: Parquet has checksums of pages, and none of what the footer says."""
+    return str(crc32(b"\n".join(texts.get(key.encode(), b"") for key in METADATA_KEYS))).encode()
 
 
 def canonical_json(value: Any) -> str:  # noqa: ANN401 - JSON is whatever it is

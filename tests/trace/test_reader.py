@@ -80,6 +80,10 @@ BAD_FILES: dict[str, tuple[Damage, str]] = {
         change_table(lambda table: table.replace_schema_metadata({**table.schema.metadata, b"seed": b"{"})),
         "metadata 'seed': expected JSON, got b'{'",
     ),
+    "metadata changed": (
+        change_table(with_metadata(seed=8)),
+        r"metadata 'checksum': damaged: \d+ does not fit source, .*, profile, expected \d+$",
+    ),
     "metadata of wrong type": (
         change_table(with_metadata(config=[1])),
         "metadata 'config': expected dict, got list",
@@ -142,11 +146,13 @@ def test_any_flipped_byte_is_noticed_or_harmless(small_trace: Path, small_worklo
         place = rng.randrange(len(data))
         small_trace.write_bytes(data[:place] + bytes([data[place] ^ (1 << rng.randrange(8))]) + data[place + 1 :])
         try:
-            found = comparable(read_workload(read_trace(small_trace)))
+            trace = read_trace(small_trace)
+            found = comparable(read_workload(trace))
         except TraceError:
             num_noticed += 1
         else:
             assert found == comparable(small_workload)
+            assert (trace.metadata.seed, trace.metadata.source) == (7, {"tool": "test"})
     assert num_noticed > 100
 
 
