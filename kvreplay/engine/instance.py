@@ -53,6 +53,12 @@ class Instance(SteppingInstance):
         return [*self.scheduler.requests, *(request.request_id for request in self._arrivals)]
 
     @property
+    def unfinished(self) -> list[Request]:
+        """Those that it has taken in, and what is left in its input queue."""
+        known = self.scheduler.requests.values()
+        return [*(request for request in known if not request.status.is_finished), *self._arrivals]
+
+    @property
     def reported_ns(self) -> int:
         """Every event of this instance before this instant has been emitted."""
         return self._coast.start_ns if self._coast is not None else self._loop.now_ns

@@ -57,6 +57,7 @@ class OverlappedInstance(Instance):
             duration_ns = self._forward_pass_ns(out)
         held_up_ns = self._start_work(out, duration_ns)
         if held_up_ns >= FOREVER_NS:
+            self.is_hung = True
             return
         duration_ns += held_up_ns
         if out.total_num_scheduled_tokens:

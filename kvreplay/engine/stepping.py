@@ -95,6 +95,8 @@ class SteppingInstance:
         self.scheduler = scheduler
         self.counters = counters if counters is not None else Counters()
         self.is_dead = False
+        self.is_hung = False
+        """Its step waits for a copy that never ends: it takes nothing in any more."""
         self.on_finished: Callable[[Request], None] | None = None
         self.on_death: Callable[[], None] | None = None
         self.more_usage: Callable[[], dict[str, int]] | None = None
@@ -197,7 +199,8 @@ class SteppingInstance:
             duration_ns = self._forward_pass_ns(out)
         held_up_ns = self._start_work(out, duration_ns)
         if held_up_ns >= FOREVER_NS:
-            return  # for good: it waits for a copy that never ends
+            self.is_hung = True
+            return
         if not out.total_num_scheduled_tokens and not held_up_ns:
             progress = out.made_progress
             progress |= self._end_step(out)

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from kvreplay.engine.instance import Instance
 from kvreplay.engine.request import Request, RequestStatus
-from kvreplay.engine.scheduler import Scheduler
 from kvreplay.events import Event, EventSink
 from kvreplay.faults.blame import Blame
 from kvreplay.replay.findings import LiveFindings
@@ -36,9 +36,8 @@ class Ends:
         for node in self._nodes:
             if not node.is_up:
                 continue
-            for request in node.instance.scheduler.requests.values():
-                if not request.status.is_finished:
-                    self._report_stall(node, request)
+            for request in node.instance.unfinished:
+                self._report_stall(node, request)
 
     def close_accounts(self) -> None:
         for node in self._nodes:
@@ -63,7 +62,7 @@ class Ends:
                 num_tokens=request.parked_since_ns if parked else request.arrival_ns,
                 num_blocks=held,
                 status=request.status.name,
-                cause=_waiting_on(node.instance.scheduler, request, held),
+                cause=_waiting_on(node.instance, request, held),
                 cause_handle=self._fault_behind(node, request),
             )
         )
@@ -77,7 +76,10 @@ class Ends:
         return handle
 
 
-def _waiting_on(scheduler: Scheduler, request: Request, num_blocks_held: int) -> str:
+def _waiting_on(instance: Instance, request: Request, num_blocks_held: int) -> str:
+    if instance.is_hung:
+        return "a step that never ends"
+    scheduler = instance.scheduler
     if request.request_id in scheduler.livelocked:
         return f"progress: {request.attempts} times parked or preempted without a token"
     if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS and request.request_id not in scheduler.finished_recving:

@@ -160,7 +160,7 @@ def _busy_until(frame: pl.DataFrame, usage: pl.DataFrame) -> dict[str, int]:
     samples = usage.filter(pl.col("status") == "busy_ns").with_columns(
         before_ns=pl.col("time_ns").shift(1).over("instance").fill_null(0)
     )
-    last = samples.filter(pl.col("grown") > 0).group_by("instance").agg(pl.col("time_ns", "before_ns").last())
+    last = samples.filter(pl.col("grown") > 0).group_by("instance").agg(pl.col("time_ns", "before_ns", "grown").last())
     signs = (
         rows_of(frame, ["request.first_token", "request.finished"], "instance", "time_ns")
         .rename({"time_ns": "sign_ns"})
@@ -170,8 +170,10 @@ def _busy_until(frame: pl.DataFrame, usage: pl.DataFrame) -> dict[str, int]:
         .group_by("instance")
         .agg(pl.col("sign_ns").max())
     )
-    ends = last.join(signs, on="instance", how="left").select("instance", pl.coalesce("sign_ns", "time_ns"))
-    return dict(ends.rows())
+    # What it computed since the sample before takes it at least so far, whatever came of it.
+    at_least = pl.max_horizontal("sign_ns", pl.col("before_ns") + pl.col("grown"))
+    until = pl.when(pl.col("sign_ns").is_null()).then("time_ns").otherwise(at_least)
+    return dict(last.join(signs, on="instance", how="left").select("instance", until).rows())
 
 
 def _busy(busy_ns: int, until_ns: int | None) -> float | None:

@@ -222,8 +222,9 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     busy: float | None = None
     """Share of the time up to `busy_until_s` in which it computed; None if it never did."""
     busy_until_s: float | None = None
-    """About when it computed last: an end or a first token there, if one lies between the sample of its usage that
-    shows the last of its work and the one before; else that sample. What comes after is a wait for timers only."""
+    """About when it computed last: an end or a first token there, or as far as its work takes it if that is later, if
+    one lies between the sample of its usage that shows the last of its work and the one before; else that sample. What
+    comes after is a wait for timers only."""
     num_gpu_blocks: int = 0
     computed_tokens: int = 0
     loaded_tokens: int = 0

@@ -122,6 +122,22 @@ def test_under_policy_fail_only_the_loading_request_fails(name: str, tmp_path: P
     assert summary.loads.failed == 1
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_who_comes_to_an_engine_that_hangs_stalls_with_it(overlaps: bool, tmp_path: Path) -> None:
+    """f gets the blocks of a, whose store must first be over, and never is. b only reaches the input queue."""
+    config = offloading(scheduler={"async_scheduling": overlaps})
+    summary = judge(tmp_path, config, there_and_back(), "offload.copy-hang:request=a")
+    assert (summary.requests.finished, summary.requests.stalled, summary.requests.unfinished) == (1, 2, 0)
+    assert [(stall.request_id, stall.status, stall.since_s) for stall in summary.stalled] == [
+        ("f", "RUNNING", 0.101),
+        ("b", "WAITING", 0.401),
+    ]
+    assert {stall.waiting_on for stall in summary.stalled} == {"a step that never ends"}
+    assert {stall.fault for stall in summary.stalled} == {"offload.copy-hang:request=a"}
+    assert summary.violations == []
+    assert summary.faults[0].followed == {"stalled": 2}
+
+
 class TestRanks:
     """Two ranks, each with its own copies: both must have done their part."""
 

@@ -258,6 +258,13 @@ def test_busy_is_over_the_time_up_to_the_last_work(sum_up: SumUp) -> None:
     assert consumer.utilisation == round(4 / 560, 6)
 
 
+def test_work_ends_no_earlier_than_it_takes(sum_up: SumUp) -> None:
+    """Whatever came of what it computed after its last first token: here the engine hangs at 8 s."""
+    samples = [*usage("D0", 10, busy_ns=ns(8), steps=3), *usage("D0", 20, busy_ns=ns(8))]
+    summary = sum_up(*arrivals("r1"), Event("request.first_token", ns(2), "D0", 0, "r1"), *samples)
+    assert (summary.instances[-1].busy, summary.instances[-1].busy_until_s) == (1.0, 8.0)
+
+
 def test_without_a_sign_of_it_work_ends_with_the_sample_that_shows_it(sum_up: SumUp) -> None:
     samples = [*usage("D0", 10, busy_ns=ns(5)), *usage("D0", 20, busy_ns=ns(5)), *usage("P0", 20, busy_ns=0)]
     idle, busy = sum_up(arrived("r1"), *samples).instances
