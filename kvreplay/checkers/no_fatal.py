@@ -10,6 +10,7 @@ from kvreplay.events import DETAIL_RUN
 from kvreplay.faults.catalogue import catalogue
 from kvreplay.faults.registry import VERBS
 from kvreplay.faults.verb import ActionVerb
+from kvreplay.sim.catalogue import FaultRow
 
 DETAIL: Final = DETAIL_RUN
 
@@ -57,10 +58,13 @@ def is_of_whole_instance() -> pl.Expr:
 
 
 def is_action_on_instance() -> pl.Expr:
-    """Whether a `fault.injected` row is of a fault that commands an instance."""
-    verbs = {name: VERBS[row.verb] for name, row in catalogue().items()}
-    names = [name for name, verb in verbs.items() if isinstance(verb, ActionVerb) and not verb.acts_on_requests]
-    return pl.col("status").is_in(names)
+    """Whether a `fault.injected` row is of a fault that commands an instance, or keeps it from starting."""
+
+    def acts_on_instance(row: FaultRow) -> bool:
+        verb = VERBS[row.verb]
+        return row.dies_of is not None or (isinstance(verb, ActionVerb) and not verb.acts_on_requests)
+
+    return pl.col("status").is_in([name for name, row in catalogue().items() if acts_on_instance(row)])
 
 
 def _check_engines(frame: pl.DataFrame) -> list[Finding]:

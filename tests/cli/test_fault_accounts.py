@@ -44,7 +44,12 @@ def test_who_is_refused_after_a_crash_of_all_follows_from_it(capsys: pytest.Capt
 
 @pytest.mark.parametrize(
     ("name", "instances"),
-    [("peer-crash:at=5s", ["P0"]), ("cache.reset:at=5s,instance=D*", ["D0"]), ("engine.restart:at=5s", ["P0"])],
+    [
+        ("peer-crash:at=5s", ["P0"]),
+        ("cache.reset:at=5s,instance=D*", ["D0"]),
+        ("engine.restart:at=5s", ["P0"]),
+        ("mooncake.engine-init", ["P0"]),
+    ],
 )
 def test_an_action_says_where_it_acted(name: str, instances: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert played(f"--inject {name}", capsys)["faults"][0]["acted_on"] == instances
