@@ -272,8 +272,18 @@ class _Driver:
             return True
         return bool(self.requests or self.unannounced or self.held) or self.connector.has_pending_push_work()
 
+    def _was_reset(self, step: RecordedStep, before: RecordedStep | None) -> bool:
+        """Whether the GPU's prefix cache was emptied."""
+        resets = [event for event in self.events.get(step.k, ()) if event.reset_prefix_cache or event.reset_connector]
+        if not any(event.reset_prefix_cache for event in resets):
+            return False
+        if resets[-1].reset_prefix_cache:
+            return step.reset is True
+        # What is recorded came of the connector's reset, which was later. Who runs holds blocks, and prevents it.
+        return before is None or not before.after.running or any(event.reset_running for event in resets)
+
     def _schedule(self, step: RecordedStep, before: RecordedStep | None) -> None:
-        if step.reset is True and any(event.reset_prefix_cache for event in self.events.get(step.k, ())):
+        if self._was_reset(step, before):
             self.junctions.reset()
         self.junctions.follow(step.run, are_whole=False)
         self._admissions(step)
