@@ -236,7 +236,7 @@ def _fits(found: pa.DataType, expected: pa.DataType) -> bool:
 def _check_pages(path: Path, file: pq.ParquetFile, group: int) -> None:
     """Read every column that has a meaning once: with that its pages' checksums are verified."""
     with _damage(path, f"row group {group}"):
-        file.read_row_group(group, columns=MEMORY_SCHEMA.names)
+        file.read_row_group(group, columns=MEMORY_SCHEMA.names, use_threads=False)
 
 
 def _read_group(path: Path, file: pq.ParquetFile, group: int, names: Sequence[str]) -> pa.Table:
