@@ -122,6 +122,15 @@ def test_under_policy_fail_only_the_loading_request_fails(name: str, tmp_path: P
     assert summary.loads.failed == 1
 
 
+def test_whose_lookup_goes_in_circles_is_told_so(tmp_path: Path) -> None:
+    """What it finds in the storage tier never comes, and it asks for it again."""
+    inject, config = ("offload.promotion-fail",), offloading(**TIERED)
+    summary = judge(tmp_path, config, there_and_back(b_ms=1500), *inject)
+    (stall,) = summary.stalled
+    assert (stall.request_id, stall.fault) == ("b", *inject)
+    assert stall.waiting_on == "progress: its lookup keeps the connector busy, and is never decided"
+
+
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_who_comes_to_an_engine_that_hangs_stalls_with_it(overlaps: bool, tmp_path: Path) -> None:
     """f gets the blocks of a, whose store must first be over, and never is. b only reaches the input queue."""
