@@ -100,6 +100,10 @@ class SchedulerConnector(Protocol):
         """Whether the request's lookups keep the connector busy without ever being decided."""
         ...
 
+    def is_asked_in_vain(self, request_id: str) -> bool:
+        """Whether the request's lookup stays undecided while nothing else happens, and asking changes nothing."""
+        ...
+
     def get_load_source(self, request_id: str) -> str | None:
         """The tier from which the request's last load comes; None where there are no tiers."""
         ...
@@ -149,6 +153,9 @@ class PlainSchedulerHalf:
     def note_allocated(self, block_ids: Sequence[int]) -> None: ...
 
     def is_going_in_circles(self, request_id: str) -> bool:
+        return False
+
+    def is_asked_in_vain(self, request_id: str) -> bool:
         return False
 
     def get_load_source(self, request_id: str) -> str | None:

@@ -8,6 +8,7 @@ import pytest
 
 from kvreplay.faults.catalogue import catalogue
 from kvreplay.faults.injector import Injector
+from kvreplay.ids import NS_PER_S
 from kvreplay.replay.config import ReplayConfig
 from kvreplay.sim.envelope import Delivery, Envelope
 from kvreplay.trace.workload import Workload
@@ -189,3 +190,14 @@ def test_a_lookup_that_is_never_decided_is_lost_once(monkeypatch: pytest.MonkeyP
     played = play(offloading(), there_and_back(), "offload.lookup-pending-forever:request=b")
     assert played.ends()["b"][0] == "stalled"
     assert dropped == ["E0/manager/lookup.query/b"]
+
+
+def test_nobody_polls_for_a_lookup_that_is_asked_in_vain() -> None:
+    """A real engine asks every millisecond; as long as nothing changes, neither does the answer."""
+    requests = there_and_back(b_ms=1500)
+    late = replace(requests.arrivals[-1], request_id="late", time_ns=300 * NS_PER_S)
+    both = replace(requests, arrivals=(*requests.arrivals, late))
+    played = play(offloading(), both, "offload.lookup-pending-forever:request=b")
+    assert [(event.request_id, event.cause) for event in played.of("request.stalled")] == [("b", "an undecided lookup")]
+    ends = {event.request_id: event.step or 0 for event in played.of("request.finished")}
+    assert 0 < ends["late"] < 1_000

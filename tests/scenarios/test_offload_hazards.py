@@ -158,7 +158,7 @@ class TestH4PromotionsEvictEachOther:
     def test_the_request_waits_for_ever_though_its_chunks_would_fit(self) -> None:
         played = self.play("vllm-0.33")
         assert [(event.request_id, event.cause) for event in played.of("request.stalled")] == [
-            ("c", "an undecided lookup")
+            ("c", "progress: its lookup keeps the connector busy, and is never decided")
         ]
 
     def test_ideal_keeps_what_it_has_found(self) -> None:

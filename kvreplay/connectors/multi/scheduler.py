@@ -59,6 +59,9 @@ class MultiScheduler:
         for child in self.children:
             child.note_allocated(block_ids)
 
+    def is_asked_in_vain(self, request_id: str) -> bool:
+        return False
+
     def is_going_in_circles(self, request_id: str) -> bool:
         return any(child.is_going_in_circles(request_id) for child in self.children)
 

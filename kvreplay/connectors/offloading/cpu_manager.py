@@ -54,6 +54,9 @@ class CPUOffloadingManager:
     def lookup_is_pure_for(self, context: RequestContext) -> bool:
         return True
 
+    def never_answers(self, context: RequestContext) -> bool:
+        return False
+
     def on_new_request(self, context: RequestContext) -> OffloadPolicy:
         self._access_of(context)
         return OffloadPolicy.CHUNK_LEVEL

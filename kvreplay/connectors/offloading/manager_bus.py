@@ -76,9 +76,9 @@ class ManagerOverBus:
     def lookup_is_pure_for(self, context: RequestContext) -> bool:
         if not self.inner.lookup_is_pure_for(context):
             return False
-        return not self._is_watched(LOOKUP, context) or self._never_answers(context)
+        return not self._is_watched(LOOKUP, context) or self.never_answers(context)
 
-    def _never_answers(self, context: RequestContext) -> bool:
+    def never_answers(self, context: RequestContext) -> bool:
         """Whether some fault loses every lookup of this request: asking the next time, and the next, is in vain."""
         interceptor = self._bus.interceptor
         return interceptor is not None and (
@@ -98,7 +98,7 @@ class ManagerOverBus:
     def lookup(self, key: int, context: RequestContext) -> LookupResult:
         if not self._is_watched(LOOKUP, context):
             return self.inner.lookup(key, context)
-        if self._never_answers(context):
+        if self.never_answers(context):
             return LookupResult.RETRY
         answer = self._ask(LOOKUP, LookupQuery(key, context), context)
         if answer.never:
@@ -107,7 +107,7 @@ class ManagerOverBus:
         return result
 
     def lookup_many(self, keys: Keys, context: RequestContext) -> LookupResults:
-        if self._never_answers(context):
+        if self.never_answers(context):
             return np.full(len(keys), int(LookupResult.RETRY), np.int8)
         return self.inner.lookup_many(keys, context)
 

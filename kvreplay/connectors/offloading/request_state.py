@@ -168,6 +168,8 @@ class RequestState:
         self.last_question: tuple[int, int, int] | None = None
         """At which state of the tier it was last looked up, beyond how many tokens of the GPU's, with how many."""
         self.last_answer = 0
+        self.vain_question: tuple[int, int, int] | None = None
+        """The same, of a lookup that stays undecided."""
         self.deferred_since_ns: int | None = None
         """Since when its lookup has been undecided."""
         self._space = space

@@ -135,6 +135,11 @@ class OffloadingScheduler:
     def _note_allocation_failure(self, req_id: str) -> None:
         self.num_allocation_failures += 1
 
+    def is_asked_in_vain(self, request_id: str) -> bool:
+        state = self.states[request_id]
+        # Under a bound it is decided when its time is up.
+        return self._now_ns is None and state.vain_question is not None and self.manager.never_answers(state.context)
+
     def is_going_in_circles(self, request_id: str) -> bool:
         return self.states[request_id].context.is_going_in_circles
 
@@ -158,7 +163,9 @@ class OffloadingScheduler:
         question = (self.lookup_version, num_computed_tokens, request.num_tokens)
         if state.last_question == question and self.lookup_is_pure and self.lookup.observer is None:
             return state.last_answer, state.last_answer > 0  # it still does not fit, and nothing has changed
-        state.last_question = None
+        if state.vain_question == question and self.manager.never_answers(state.context):
+            return None, False
+        state.last_question = state.vain_question = None
         state.clear_tables()
         state.rewind()
         self._unsettled.pop(request.request_id, None)
@@ -174,6 +181,8 @@ class OffloadingScheduler:
                 self._observer.looked_up(state, hit)
             if hit is not None and bound is None and not self._hits_may_be_short:
                 state.last_question, state.last_answer = question, hit
+            if hit is None and self.manager.never_answers(state.context):
+                state.vain_question = question
         is_sync = self._reserve_sync_load(state, hit)
         return hit, bool(hit) and not is_sync
 

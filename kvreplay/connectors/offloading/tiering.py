@@ -118,6 +118,9 @@ class TieringOffloadingManager:
     def lookup_is_pure_for(self, context: RequestContext) -> bool:
         return False
 
+    def never_answers(self, context: RequestContext) -> bool:
+        return False
+
     # -- requests ---------------------------------------------------------------------------------------------
 
     def on_new_request(self, context: RequestContext) -> OffloadPolicy:

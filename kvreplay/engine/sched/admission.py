@@ -58,12 +58,15 @@ class AdmissionLayer(RunningLayer):
         prefill_admitted = False
         self._scan = Scan.UNKNOWN
         may_settle = self._may_settle and not defer_prefills
+        self._asks_hopefully = False
         scans_holding = self._must_scan_holding()
         while self._budget_left(out) > 0 and len(self.running) < self.max_num_active:
             queue = self._next_queue(scans_holding=scans_holding)
             if not queue:
                 if may_settle:
                     self._scan = Scan.EXHAUSTED
+                elif self._may_ask_in_vain and not self._asks_hopefully and not out.shares and not out.made_progress:
+                    self._scan = Scan.IN_VAIN
                 break
             request = queue.peek()
             if (
@@ -191,6 +194,7 @@ class AdmissionLayer(RunningLayer):
             if external is None:
                 if self.connector.is_going_in_circles(request.request_id):
                     self.livelocked[request.request_id] = request
+                self._asks_hopefully |= not self.connector.is_asked_in_vain(request.request_id)
                 return False
             if self._replay_groups and not (external and self._load_brings_window(request)):
                 # What is computed again starts at a block's start.

@@ -86,6 +86,8 @@ class LockstepLayer(SchedulerState):
     @property
     def must_ask_again(self) -> bool:
         """Whether a queued request waits for a connector that may answer otherwise the next time it is asked."""
+        if self._scan is Scan.IN_VAIN:
+            return False
         return self._asks_again and self.num_waiting > 0 and len(self.running) < self.max_num_active
 
     @property
@@ -96,6 +98,8 @@ class LockstepLayer(SchedulerState):
         # A block that fills while coasting could be what the request that does not fit was waiting to hit.
         if self._scan is Scan.EXHAUSTED:
             return True
+        if self._scan is Scan.IN_VAIN:
+            return not self.running
         if self._scan is not Scan.BLOCKED:
             return False
         if self._decode_events is not None:

@@ -31,6 +31,7 @@ class Scan(Enum):
 
     UNKNOWN = "it may admit somebody"
     EXHAUSTED = "it passed everyone, and all who are left wait for a report"
+    IN_VAIN = "it passed everyone; who does not wait for a report may be decided on when blocks change"
     BLOCKED = "it ended at a request that does not fit; giving back or caching blocks may change that"
 
 
@@ -168,6 +169,11 @@ class SchedulerState:
         self._asks_again = not is_pure or config.prefill_schedule_interval != 1
         # What a scan passes over may fit another step's drafts.
         self._may_settle = not self._asks_again and not self._is_async and speculation is None
+        self._may_ask_in_vain = (
+            not is_pure and config.prefill_schedule_interval == 1 and not self._is_async and speculation is None
+        )
+        self._asks_hopefully = False
+        """In this scan some lookup stayed undecided that may be decided the next time."""
         self._explicit: dict[str, Request] = {}
         """Running requests that are not in lockstep, in order of admission."""
 
@@ -234,7 +240,7 @@ class SchedulerState:
 
     def _blocks_changed(self) -> None:
         """Blocks were given back or got a hash: who did not fit may fit now."""
-        if self._scan is Scan.BLOCKED:
+        if self._scan is Scan.BLOCKED or self._scan is Scan.IN_VAIN:
             self._scan = Scan.UNKNOWN
 
     def _count_attempt(self, request: Request) -> None:
