@@ -276,6 +276,10 @@ class KVCacheManager:
         whose last block was there too, all: it was lost as well, though it is computed again in any case."""
         if not self.pool.has_lost:
             return num_hit
+        # A longer hit needs a block behind the one there is.
+        behind = keys[num_hit // self.rules.hash_block_size : num_tokens // self.rules.hash_block_size]
+        if not any(self.pool.has_lost_any(manager.pool_keys(behind)) for manager in self.managers):
+            return num_hit
         if self._former is None:
             self._former = self.over(FormerPool(self.pool))
         found = self._former.get_computed_blocks(keys, num_tokens).num_tokens

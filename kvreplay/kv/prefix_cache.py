@@ -99,6 +99,13 @@ class PrefixCache:
         """Whether any block has lost its hash."""
         return self.num_evicted > 0 or self._has_lost
 
+    def has_lost_any(self, keys: Keys) -> bool:
+        try:
+            lost = self._lost.take(keys)
+        except IndexError:  # some have never been cached
+            lost = self._lost[keys[keys < len(self._lost)]]
+        return bool(count_nonzero(lost))
+
     def was_lost(self, key: int) -> bool:
         return key < len(self._lost) and bool(self._lost_view[key])
 
