@@ -256,17 +256,14 @@ class PrefixCache:
                 cached, keys = block_ids[is_cached], keys[is_cached]
             self.num_evicted += num_cached
             self._lost[keys] = 1
+            if self._more_keys:
+                self._note_more_lost(cached.tolist())
             if self._evicted_of:
-                self._note_groups(cached, keys)
+                for group, count in enumerate(np.bincount(group_of(keys, self.num_groups)).tolist()):
+                    self._evicted_of[group] += count
             self._forget_keys(cached, keys)
             if self.on_evict is not None:
                 self.on_evict(cached)
-
-    def _note_groups(self, block_ids: BlockIds, keys: Keys) -> None:
-        for group, count in enumerate(np.bincount(group_of(keys, self.num_groups)).tolist()):
-            self._evicted_of[group] += count
-        if self._more_keys:
-            self._note_more_lost(block_ids.tolist())
 
     def _note_more_lost(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
@@ -278,7 +275,6 @@ class PrefixCache:
         self._lost_view[key] = 1
         if self._evicted_of:
             self._evicted_of[group_of(key, self.num_groups)] += 1
-            self._note_more_lost([block_id])
         self._key_view[block_id] = NO_KEY
         if self._twins and self._has_twin[block_id]:
             self._remove_twin(key, block_id)
@@ -286,6 +282,7 @@ class PrefixCache:
             self._first_view[key] = 0
             self.num_cached_keys -= 1
         if self._more_keys:
+            self._note_more_lost([block_id])
             self._forget_more([block_id])
         if self.on_evict is not None:
             self.on_evict(np.array([block_id], np.int64))
