@@ -27,3 +27,9 @@ class EngineFatal(Exception):  # noqa: N818 - it is not our error, it is the eng
         super().__init__(f"{exception}: {message}" if message else exception)
         self.exception = exception
         self.message = message
+
+
+def engine_asserts(condition: bool, text: str = "", *, where: str = "") -> None:  # noqa: FBT001 - reads as an assertion
+    """An assertion of vLLM's, `text`, in its function `where`: if it does not hold, the engine dies."""
+    if not condition:
+        raise EngineFatal("AssertionError", f"{where}: {text}" if where else text)

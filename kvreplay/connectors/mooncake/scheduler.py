@@ -9,7 +9,7 @@ from kvreplay.connectors.mooncake.log import LogSink
 from kvreplay.connectors.mooncake.structs import MooncakeConnectorMetadata, PullReqMeta
 from kvreplay.engine.connector import PlainSchedulerHalf, RequestBlocks
 from kvreplay.engine.request import Request, RequestStatus
-from kvreplay.errors import EngineFatal
+from kvreplay.errors import EngineFatal, engine_asserts
 from kvreplay.kv.specs import FULL, MAMBA, MLA
 
 PULL_PARAMETERS: Final = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
@@ -92,7 +92,7 @@ class MooncakeScheduler(PlainSchedulerHalf):
         self._debug(log.LOOKUP, num_computed_tokens, params)
         if not params or not params.get("do_remote_prefill"):
             return 0, False
-        _engine_asserts(not self.is_kv_producer)
+        engine_asserts(not self.is_kv_producer)
         if self._prefills_without_params and not _has_pull_parameters(params):
             return 0, False
         num_tokens = request.num_prompt_tokens
@@ -108,7 +108,7 @@ class MooncakeScheduler(PlainSchedulerHalf):
         if not params:
             return
         if params.get("do_remote_prefill"):
-            _engine_asserts(not self.is_kv_producer)
+            engine_asserts(not self.is_kv_producer)
             if _has_pull_parameters(params):
                 unhashed = blocks.get_unhashed_block_ids_all_groups() if num_external_tokens > 0 else ()
                 self._reqs_need_recv[request.request_id] = (request, self._clip(unhashed))
@@ -116,7 +116,7 @@ class MooncakeScheduler(PlainSchedulerHalf):
                 self._refuse_params(log.INVALID_PARAMS, dict(params))
             params["do_remote_prefill"] = False
         elif params.get("do_remote_decode"):
-            _engine_asserts(not self.is_kv_consumer)
+            engine_asserts(not self.is_kv_consumer)
             if params.get("transfer_id"):
                 self._reqs_need_send[request.request_id] = (request, [])
             else:
@@ -166,7 +166,7 @@ class MooncakeScheduler(PlainSchedulerHalf):
             return False
         if params.get("do_remote_prefill"):
             # It never got blocks. The producer's are released by asking for none.
-            _engine_asserts(not self.is_kv_producer)
+            engine_asserts(not self.is_kv_producer)
             params["do_remote_prefill"] = False
             if self._prefills_without_params and not _has_pull_parameters(params):
                 return False
@@ -174,7 +174,7 @@ class MooncakeScheduler(PlainSchedulerHalf):
             return False
         if not params.get("do_remote_decode"):
             return False
-        _engine_asserts(not self.is_kv_consumer)
+        engine_asserts(not self.is_kv_consumer)
         if request.status not in self._sent_statuses:
             self._reqs_not_processed[_hashed(params["transfer_id"])] = None
             return False
@@ -232,9 +232,3 @@ def _hashed(parameter: Any) -> Any:  # noqa: ANN401 - JSON
     if isinstance(parameter, (list, dict)):
         raise EngineFatal("TypeError", f"unhashable type: {type(parameter).__name__!r}")
     return parameter
-
-
-def _engine_asserts(condition: bool) -> None:  # noqa: FBT001 - reads as an assertion
-    """An assertion of vLLM's connector: where it does not hold, the engine dies."""
-    if not condition:
-        raise EngineFatal("AssertionError")

@@ -4,6 +4,7 @@ A job's first chunk in a group may begin before its first block: those sub-block
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -11,13 +12,15 @@ import numpy as np
 from kvreplay.connectors.offloading.cpu_buffers import CpuBuffers, Places
 from kvreplay.connectors.offloading.layout import OffloadLayout
 from kvreplay.connectors.offloading.structs import TransferJob
-from kvreplay.errors import EngineFatal
+from kvreplay.errors import engine_asserts
 from kvreplay.kv.content import WordArray
 from kvreplay.kv.memory import History, KVMemory, Provenance
 from kvreplay.kv.prefix_cache import BlockIds
 from kvreplay.sim.envelope import Corruption
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)
+
+_engine_asserts = partial(engine_asserts, where="transfer_async")
 
 
 class GroupCopy(NamedTuple):
@@ -196,8 +199,3 @@ def _damaged(words: WordArray, hits: Sequence[tuple[int, Corruption]]) -> WordAr
     for index, corruption in hits:
         damaged[index] ^= (ramp ^ np.uint64(corruption.draw & 0xFFFF_FFFF_FFFF_FFFF)) | np.uint64(1)
     return damaged
-
-
-def _engine_asserts(condition: bool, text: str) -> None:  # noqa: FBT001 - reads as an assertion
-    if not condition:
-        raise EngineFatal("AssertionError", f"transfer_async: {text}")

@@ -5,6 +5,7 @@ what the other groups hold of that block, so all of it is one offer. Either is o
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -16,7 +17,9 @@ from kvreplay.connectors.offloading.manager import OffloadingManager
 from kvreplay.connectors.offloading.request_state import RequestState
 from kvreplay.connectors.offloading.stores import StoreBuilder
 from kvreplay.connectors.offloading.structs import GpuBlocks, Handoff, OffloadStep, TransferJob
-from kvreplay.errors import EngineFatal
+from kvreplay.errors import engine_asserts
+
+_engine_asserts = partial(engine_asserts, where="_build_partial_tail_store_jobs")
 
 
 class HandoffStores:
@@ -148,8 +151,3 @@ class HandoffStores:
             else:
                 return None
         return block_ids
-
-
-def _engine_asserts(condition: bool, text: str) -> None:  # noqa: FBT001 - reads as an assertion
-    if not condition:
-        raise EngineFatal("AssertionError", f"_build_partial_tail_store_jobs: {text}")

@@ -1,6 +1,7 @@
 """What to load, and into which blocks (vLLM: offloading/scheduler.py, update_state_after_alloc)."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +15,10 @@ from kvreplay.connectors.offloading.load_boundary import BOUNDARIES
 from kvreplay.connectors.offloading.manager import OffloadingManager
 from kvreplay.connectors.offloading.request_state import RequestState
 from kvreplay.connectors.offloading.structs import GpuBlocks, TransferJob
-from kvreplay.errors import EngineFatal
+from kvreplay.errors import engine_asserts
 from kvreplay.kv.prefix_cache import BlockIds
+
+_engine_asserts = partial(engine_asserts, where="update_state_after_alloc")
 
 
 class _GroupLoad(NamedTuple):
@@ -134,8 +137,3 @@ class LoadBuilder:
         )
         state.jobs[job_id] = None
         return TransferJob(job_id, req_id, False, gpu, chunk_ids, is_sync, failure)
-
-
-def _engine_asserts(condition: bool, text: str) -> None:  # noqa: FBT001 - reads as an assertion
-    if not condition:
-        raise EngineFatal("AssertionError", f"update_state_after_alloc: {text}")

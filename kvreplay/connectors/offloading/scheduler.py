@@ -27,7 +27,7 @@ from kvreplay.connectors.offloading.structs import (
 from kvreplay.engine.connector import KVConnectorOutput, RequestBlocks
 from kvreplay.engine.output import SchedulerOutput, Share
 from kvreplay.engine.request import Request
-from kvreplay.errors import EngineFatal
+from kvreplay.errors import EngineFatal, engine_asserts
 from kvreplay.kv.block_list import BlockList
 from kvreplay.kv.prefix_cache import BlockIds
 
@@ -382,7 +382,7 @@ class OffloadingScheduler:
             # After a reset it may have been preempted and be loading again in this very step.
             job_ids = [job_id for job_id in state.jobs if job_id not in self.load_jobs]
             if job_ids:
-                _engine_asserts(
+                engine_asserts(
                     self.ledger.jobs[job_ids[0]].tolerates_others, "any_job.is_store or any_job.is_sync_load"
                 )
                 self._jobs_to_flush.update(job_ids)
@@ -448,7 +448,7 @@ class OffloadingScheduler:
             job.pending -= count
             if job.pending > 0:
                 continue
-            _engine_asserts(job.pending == 0, "job_status.pending_count == 0")
+            engine_asserts(job.pending == 0, "job_status.pending_count == 0")
             self._complete(job_id, job)
 
     def _complete(self, job_id: int, job: Job) -> None:
@@ -510,7 +510,7 @@ class OffloadingScheduler:
 
     def reset_cache(self) -> bool:
         """Forget everything that is offloaded. What is in flight is flushed, and its reports are disregarded."""
-        _engine_asserts(
+        engine_asserts(
             not (self.load_jobs or self.sync_loads or self._jobs_to_flush or self._allocated), "between steps only"
         )
         self._jobs_to_flush.update(self.ledger.jobs)
@@ -541,9 +541,3 @@ class OffloadingScheduler:
         if self.chunks_being_loaded is not None:
             self.chunks_being_loaded.clear()
         return True
-
-
-def _engine_asserts(condition: bool, text: str) -> None:  # noqa: FBT001 - reads as an assertion
-    """An assertion of vLLM's connector: where it does not hold, the engine dies."""
-    if not condition:
-        raise EngineFatal("AssertionError", text)
