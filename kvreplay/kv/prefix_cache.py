@@ -160,12 +160,7 @@ class PrefixCache:
             self._reach(key)
         self.num_inserted += 1
         self._key_view[block_id] = key
-        first = self._first_view[key]
-        if first:
-            self._add_twin(key, block_id, first)
-        else:
-            self._first_view[key] = block_id
-            self.num_cached_keys += 1
+        self._lead_to(block_id, key)
 
     def cache_partial(self, block_id: int, key: int, num_tokens: int) -> None:
         """Make a block reachable from a prefix that ends inside it (vLLM: cache_partial_block)."""
@@ -201,6 +196,15 @@ class PrefixCache:
             for key in source.keys_of(original):
                 self._insert(block_id, key, covered)
 
+    def _lead_to(self, block_id: int, key: int) -> None:
+        """A lookup of the key returns the block, if it has no other before."""
+        first = self._first_view[key]
+        if first:
+            self._add_twin(key, block_id, first)
+        else:
+            self._first_view[key] = block_id
+            self.num_cached_keys += 1
+
     def holds(self, block_id: int, key: int) -> bool:
         """Whether the block can be found under this key, or could if it were the first."""
         return self.keys[block_id] == key or key in self._more_keys.get(block_id, ())
@@ -213,12 +217,7 @@ class PrefixCache:
             self.key_tokens[block_id] = num_tokens
         else:
             self._more_keys.setdefault(block_id, []).append(key)
-        first = self._first_view[key]
-        if first:
-            self._add_twin(key, block_id, first)
-        else:
-            self._first_view[key] = block_id
-            self.num_cached_keys += 1
+        self._lead_to(block_id, key)
 
     # -- forgetting -------------------------------------------------------------------------------------------
 

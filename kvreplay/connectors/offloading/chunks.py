@@ -77,14 +77,7 @@ class ChunkTable:
             left = self._num_given_back - num_reused
             chunk_ids[num_fresh:] = self._free[left : self._num_given_back][::-1]
             self._num_given_back = left
-        self.keys[chunk_ids] = keys
-        self.ref_counts[chunk_ids] = NOT_READY
-        self.num_write_pending += len(keys)
-        try:
-            self._slots[keys] = chunk_ids + 1
-        except IndexError:
-            self._use_slots(grown(self._slots, int(keys.max())))
-            self._slots[keys] = chunk_ids + 1
+        self._enter(chunk_ids, keys)
         return chunk_ids
 
     def replace(self, victims: ChunkIds, keys: Keys) -> tuple[ChunkIds, Keys]:
@@ -99,25 +92,13 @@ class ChunkTable:
         chunk_ids = victims[::-1].copy()
         evicted = self.keys[victims]
         self._slots[evicted] = 0
-        self.keys[chunk_ids] = keys
-        self.ref_counts[chunk_ids] = NOT_READY
-        self.num_write_pending += len(keys)
-        try:
-            self._slots[keys] = chunk_ids + 1
-        except IndexError:
-            self._use_slots(grown(self._slots, int(keys.max())))
-            self._slots[keys] = chunk_ids + 1
+        self._enter(chunk_ids, keys)
         return chunk_ids, evicted
 
     def _replace_one(self, victim: int, key: int) -> tuple[ChunkIds, Keys]:
         evicted = self.keys[victim : victim + 1].copy()
         self._slot_of[evicted.item()] = 0
-        self.keys[victim] = key
-        self.count_of[victim] = NOT_READY
-        self.num_write_pending += 1
-        if key >= len(self._slots):
-            self._use_slots(grown(self._slots, key))
-        self._slot_of[key] = victim + 1
+        self._enter_one(victim, key)
         return np.array([victim], np.int64), evicted
 
     def allocate_one(self, keys: Keys) -> ChunkIds:
@@ -130,14 +111,27 @@ class ChunkTable:
         else:
             chunk_ids = np.array([self.num_allocated], np.int64)
             self.num_allocated += 1
-        chunk_id, key = chunk_ids.item(), keys.item()
+        self._enter_one(chunk_ids.item(), keys.item())
+        return chunk_ids
+
+    def _enter(self, chunk_ids: ChunkIds, keys: Keys) -> None:
+        """They are found under their keys from now on, and are not ready."""
+        self.keys[chunk_ids] = keys
+        self.ref_counts[chunk_ids] = NOT_READY
+        self.num_write_pending += len(keys)
+        try:
+            self._slots[keys] = chunk_ids + 1
+        except IndexError:
+            self._use_slots(grown(self._slots, int(keys.max())))
+            self._slots[keys] = chunk_ids + 1
+
+    def _enter_one(self, chunk_id: int, key: int) -> None:
         self.keys[chunk_id] = key
         self.count_of[chunk_id] = NOT_READY
         self.num_write_pending += 1
         if key >= len(self._slots):
             self._use_slots(grown(self._slots, key))
         self._slot_of[key] = chunk_id + 1
-        return chunk_ids
 
     def is_ready(self, chunk_ids: ChunkIds) -> Mask:
         ready: Mask = self.ref_counts[chunk_ids] != NOT_READY

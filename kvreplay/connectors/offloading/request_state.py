@@ -167,9 +167,8 @@ class RequestState:
         """What it held when it last got blocks."""
         self.last_question: tuple[int, int, int] | None = None
         """At which state of the tier it was last looked up, beyond how many tokens of the GPU's, with how many."""
-        self.last_answer = 0
-        self.vain_question: tuple[int, int, int] | None = None
-        """The same, of a lookup that stays undecided."""
+        self.last_answer: int | None = 0
+        """None: it is undecided, and stays so while a fault keeps the answer back."""
         self.deferred_since_ns: int | None = None
         """Since when its lookup has been undecided."""
         self._space = space

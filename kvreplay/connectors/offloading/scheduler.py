@@ -138,7 +138,8 @@ class OffloadingScheduler:
     def is_asked_in_vain(self, request_id: str) -> bool:
         state = self.states[request_id]
         # Under a bound it is decided when its time is up.
-        return self._now_ns is None and state.vain_question is not None and self.manager.never_answers(state.context)
+        is_final = state.last_question is not None and state.last_answer is None
+        return is_final and self._now_ns is None and self.manager.never_answers(state.context)
 
     def is_going_in_circles(self, request_id: str) -> bool:
         return self.states[request_id].context.is_going_in_circles
@@ -161,11 +162,9 @@ class OffloadingScheduler:
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         state = self.states[request.request_id]
         question = (self.lookup_version, num_computed_tokens, request.num_tokens)
-        if state.last_question == question and self.lookup_is_pure and self.lookup.observer is None:
-            return state.last_answer, state.last_answer > 0  # it still does not fit, and nothing has changed
-        if state.vain_question == question and self.manager.never_answers(state.context):
-            return None, False
-        state.last_question = state.vain_question = None
+        if state.last_question == question and self._would_answer_alike(state):
+            return state.last_answer, bool(state.last_answer)
+        state.last_question = None
         state.clear_tables()
         state.rewind()
         self._unsettled.pop(request.request_id, None)
@@ -179,12 +178,20 @@ class OffloadingScheduler:
             hit = self._bounded(state, self.lookup.find(state, bound))
             if self._hits_may_be_short and hit is not None and bound is None and self._observer is not None:
                 self._observer.looked_up(state, hit)
-            if hit is not None and bound is None and not self._hits_may_be_short:
+            if hit is None:
+                is_final = self.manager.never_answers(state.context)
+            else:
+                is_final = bound is None and not self._hits_may_be_short
+            if is_final:
                 state.last_question, state.last_answer = question, hit
-            if hit is None and self.manager.never_answers(state.context):
-                state.vain_question = question
         is_sync = self._reserve_sync_load(state, hit)
         return hit, bool(hit) and not is_sync
+
+    def _would_answer_alike(self, state: RequestState) -> bool:
+        """Whether the last question, asked again, has the last answer: it did not fit, and nothing has changed."""
+        if state.last_answer is None:
+            return self.manager.never_answers(state.context)
+        return self.lookup_is_pure and self.lookup.observer is None
 
     def _bounded(self, state: RequestState, hit: int | None) -> int | None:
         """An undecided lookup is waited for, but not for ever."""

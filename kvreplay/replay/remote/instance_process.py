@@ -257,17 +257,17 @@ class InstanceProcess:
 class Child:
     """The process: made before anything is known, and gone when its supervisor is."""
 
-    def __init__(self, read_fd: int, write_fd: int, granted: Instant) -> None:
+    def __init__(self, read_fd: int, write_fd: int, clock: Instant) -> None:
         self._loop = EventLoop()
         self._instance: InstanceProcess | None = None
         self._is_orphan = False
         self._pipes: FramedPipes
         self._paced: PacedLoop
         self._fds = (read_fd, write_fd)
-        self._granted = granted
+        self._clock = clock
 
     def run(self) -> int:
-        self._paced = PacedLoop(self._loop, self._granted, takes_turns=True)
+        self._paced = PacedLoop(self._loop, self._clock, takes_turns=True)
         self._pipes = FramedPipes(self._paced, *self._fds, self._hear, self._orphan)
         try:
             while not self._is_over:

@@ -310,7 +310,7 @@ class RemoteCluster:
         self._wait(lambda: all(node.is_ready for node in self._nodes.values()), _START_S, "to start")
         for node in self._nodes.values():
             self.publish(messages.Directory(endpoints=node.endpoints), node)
-        self._wait(self._is_ready, _START_S, "to register")
+        self._wait(self._get_ready, _START_S, "to register")
         self._pace = Pace(self._scale)
         self.injector.arm(self._topology)
         self.proxy.start()
@@ -325,8 +325,8 @@ class RemoteCluster:
             self._nursery.close()
         self.clock_file.close()
 
-    def _is_ready(self) -> bool:
-        """Whatever is to be done before anything can happen has been done."""
+    def _get_ready(self) -> bool:
+        """Let one more thing happen that has to before a run can begin; whether there is none left."""
         if not self._is_settled():
             return False
         node, (time_ns, rank) = self._next()
