@@ -45,6 +45,7 @@ def hit_of_a_repeated_prompt(
     return desk.ask("b")
 
 
+@pytest.mark.incident("K1")
 class TestK1TheHostTierIsWrittenAndNeverRead:
     """vllm#52674, vllm#52735: with a drafter of which no group is marked all groups give up their last chunk, and none
     is asked for one more."""
@@ -76,6 +77,7 @@ class TestK1TheHostTierIsWrittenAndNeverRead:
         assert least <= hit < 320
 
 
+@pytest.mark.incident("K2")
 class TestK2OneGroupTakesTheWholeHitWithIt:
     """vllm#51771, vllm#53504, for a CPU tier: three block sizes and a drafter. All groups agree on one boundary and
     give up one chunk, not one each until nothing is left."""

@@ -81,6 +81,7 @@ class _Recording(CheckedDriver):
 class TestPressure:
     """Class A: deadlock and livelock when blocks are short."""
 
+    @pytest.mark.incident("A1")
     def test_a1_lookahead_slots_are_counted_when_a_load_is_let_in(self) -> None:
         """vllm#57104."""
         spec = engine(7, spec={"tokens": 3, "method": "eagle"})
@@ -88,6 +89,7 @@ class TestPressure:
         assert outcome.laws == set()
         assert outcome.finished == ["A", "B"]
 
+    @pytest.mark.incident("A2")
     def test_a2_a_load_leaves_what_loads_before_it_still_need(self) -> None:
         """vllm#45388: B's load begins when A is through."""
         requests = [
@@ -101,6 +103,7 @@ class TestPressure:
         ended = next(step["k"] for step in outcome.steps for row in step.get("out", ()) if row[0] == "A" and row[2])
         assert allocated["B"] > ended
 
+    @pytest.mark.incident("A3")
     @pytest.mark.parametrize(
         ("switches", "laws", "finished"),
         [((), set(), ["L", "H"]), (("waiting_model=skipped_waiting",), {"PROGRESS"}, [])],
@@ -119,6 +122,7 @@ class TestPressure:
         assert outcome.finished == finished
         assert outcome.num_preempted() == 0
 
+    @pytest.mark.incident("A4")
     @pytest.mark.parametrize(
         ("switches", "laws"),
         [((), set()), (("waiting_model=skipped_waiting",), {"PROGRESS"})],
@@ -137,6 +141,7 @@ class TestPressure:
         assert outcome.laws == laws
         assert (sorted(outcome.finished) == ["H", "L", "W"]) == (not laws)
 
+    @pytest.mark.incident("A5")
     def test_a5_a_victim_whose_blocks_do_not_come_back_at_once_costs_no_other(self) -> None:
         """vllm#49674: three decodes cross a block boundary in one step, with steps that overlap."""
         spec = engine(12, async_scheduling=True, connector=True, kv_role="kv_consumer")
@@ -145,6 +150,7 @@ class TestPressure:
         assert max(len(step.get("preempted", ())) for step in outcome.steps) <= 1
         assert sorted(outcome.finished) == ["R1", "R2", "R3"]
 
+    @pytest.mark.incident("A11")
     @pytest.mark.parametrize("kind", ["swa", "mamba"])
     def test_a11_a_hybrid_model_without_a_connector_goes_on(self, kind: str) -> None:
         """vllm#45414, the control."""
@@ -158,6 +164,7 @@ class TestPressure:
 class TestRecovery:
     """Class G: what a failed load is recovered to."""
 
+    @pytest.mark.incident("G1")
     @pytest.mark.parametrize(
         ("behaviour", "laws", "begins"),
         [
@@ -178,6 +185,7 @@ class TestRecovery:
         assert outcome.laws == laws
         assert outcome.computed("R") == begins
 
+    @pytest.mark.incident("G2")
     @pytest.mark.parametrize(("behaviour", "laws"), [("vllm-0.33", {"CONTENT"}), ("ideal", set())])
     def test_g2_who_shares_a_bad_block_does_not_decode_on_it(self, behaviour: str, laws: set[str]) -> None:
         """vllm#49250: R1 computes it again in chunks, R2 trusts it meanwhile."""
@@ -187,6 +195,7 @@ class TestRecovery:
         outcome = Outcome(spec, shared, behaviour=behaviour)
         assert outcome.laws == laws
 
+    @pytest.mark.incident("G7")
     @pytest.mark.parametrize("policy", ["fail", "recompute"])
     def test_g7_nobody_hits_what_was_built_on_a_bad_block(self, policy: str) -> None:
         """vllm#26813: R2 comes three steps later with the same prompt."""
@@ -195,6 +204,7 @@ class TestRecovery:
         assert outcome.laws == set()
         assert outcome.computed("R2") == ([16] if policy == "fail" else [64])
 
+    @pytest.mark.incident("G9")
     @pytest.mark.parametrize(
         ("switches", "laws"), [((), set()), (("request_level_failures=off",), {"CONTENT"})], ids=["0.33.0", "unheard"]
     )
@@ -211,6 +221,7 @@ class TestRecovery:
 class TestHybrids:
     """Class J: windows, states and the null block."""
 
+    @pytest.mark.incident("J1")
     @pytest.mark.parametrize("tokens", [128, 130])
     def test_j1_an_external_hit_is_never_fatal_where_states_are_aligned(self, tokens: int) -> None:
         """vllm#43508."""

@@ -74,6 +74,7 @@ def laws(played: Play) -> Counter[str | None]:
     return Counter(event.status for event in played.violations)
 
 
+@pytest.mark.incident("K1")
 class TestK1WithMtpTheHostTierIsWrittenAndNeverRead:
     """vllm#52674, vllm#52735: each group gives up a chunk, and none is asked for one more."""
 
@@ -123,6 +124,7 @@ def run(trace: str, config: str, *sets: str, switches: list[str]) -> Summary:
     return run_trace(RunOptions(trace=path, loaded=loaded_config), read_trace(path)).summary
 
 
+@pytest.mark.incident("K2")
 class TestK2OneGroupTakesTheWholeHitWithIt:
     """vllm#51771, vllm#53504: three block sizes. Of a short prompt the widest group has one chunk, and gives it up."""
 
@@ -159,6 +161,7 @@ THREE_DRAFTS = SpeculativeConfig(num_speculative_tokens=3, method="mtp", draft_p
 IGNORED = "vllm-0.33 load_lookahead=ignored"
 
 
+@pytest.mark.incident("A1")
 class TestA1LookaheadIsOnlyAskedForWhenTheLoadHasLanded:
     """vllm#57104: two loads fill the pool; the step after them needs a block more for drafts, and nobody gives way.
 
@@ -205,6 +208,7 @@ class TestA1LookaheadIsOnlyAskedForWhenTheLoadHasLanded:
         assert starts[1] - starts[0] > 1
 
 
+@pytest.mark.incident("K5")
 class TestK5ProducerAndConsumerDisagree:
     """vllm#49230, sglang#30222: only the consumer has a drafter, and with it a group more. Refused at the pull,
     whatever the prompt's length."""

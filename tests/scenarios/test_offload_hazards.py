@@ -212,6 +212,7 @@ class TestH7ResetOfRunningRequestsDuringALoad:
 # -- incidents --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.incident("I1")
 class TestI1ReadmittedWhileItsStoresAreInFlight:
     """vllm#46014: preempted while its chunks are being stored, it finds them and is to load them."""
 
@@ -280,6 +281,7 @@ class TestStoresOfAStepThatComputesNothing:
         assert len(played.of("store.finished")) == len(played.of("store.started"))
 
 
+@pytest.mark.incident("I2")
 class TestI2ResumedWithAPartOfItsTable:
     """vllm#52170: two blocks a chunk, preempted in the middle of its prompt, resumed with a local hit."""
 
@@ -299,6 +301,7 @@ class TestI2ResumedWithAPartOfItsTable:
         assert sum(event.num_blocks or 0 for event in played.of("store.started", request_id="r")) == 8
 
 
+@pytest.mark.incident("I4")
 class TestI4TheBoundary:
     """vllm#52807: 16 tokens computed, 16 to load, and a state that lies below the mark without a hash."""
 
@@ -330,6 +333,7 @@ class TestI4TheBoundary:
         assert [(event.num_tokens, event.status) for event in played.of("load.started")] == [(16, "CPU")]
 
 
+@pytest.mark.incident("I6")
 class TestI6AGroupThatNoCacheHolds:
     """vllm#55038: a ring of four tokens beside blocks of sixteen is not offloaded, and not missed."""
 
@@ -345,6 +349,7 @@ class TestI6AGroupThatNoCacheHolds:
         assert played.of("load.started", request_id="b")
 
 
+@pytest.mark.incident("O1")
 class TestO1TwoRequestsPromoteIntoATierWithoutRoomForBoth:
     """LMCache#2951: each gets a part and waits for the rest."""
 
@@ -367,6 +372,7 @@ class TestO1TwoRequestsPromoteIntoATierWithoutRoomForBoth:
         assert not (node.offload.cpu.chunks.ref_counts > 0).any()  # no pin is left
 
 
+@pytest.mark.incident("H4")
 class TestH4RanksWithDifferentChunks:
     """LMCache#1467: of four ranks one has less. A chunk counts when every rank has it, and for none if one failed."""
 
@@ -392,6 +398,7 @@ class TestH4RanksWithDifferentChunks:
         assert load.time_ns > 900 * NS_PER_MS
 
 
+@pytest.mark.incident("H2")
 class TestH2LookedUpAgainAndAgainAndThenAborted:
     """vllm#42372: what a lookup has pinned is let go by the next one, and by an abort."""
 
