@@ -279,9 +279,11 @@ class Node:
         num_words = 0 if model is None else max(words_per_block(group) for group in groups)
         if isinstance(self.offload, SimpleCpu):
             return self.offload.start_workers(memory, has_words=model is not None)
-        if model is None or self._num_ranks == 1:
+        if model is None:
             return self.offload.start_workers([memory] * self._num_ranks, num_words)
         shares = [self._around.sharding.shares_of(ranks) for ranks in all_ranks(*self._sizes)]
+        if len(shares) == 1:
+            return self.offload.start_workers([memory], num_words * len(shares[0]))
         words = [words_per_block(group) for group in groups]
         memories = [
             RankMemory(memory, sum(map(len, shares[:rank])), len(own), words) for rank, own in enumerate(shares)

@@ -96,6 +96,18 @@ def test_who_loads_decides_what_a_load_brings(order: Order, load: tuple[int, str
     assert loads == [(15, None), *[(59, None)] * 3, load]
 
 
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("behaviour", ["vllm-0.33", "ideal"])
+def test_an_engine_with_one_rank_beside_one_with_two(sizes: tuple[int, int], behaviour: str) -> None:
+    """What the other side splits among its ranks the one rank's tier holds as well."""
+    config = both("mooncake,offloading")
+    config = replace(config, topology=replace(config.topology, prefill_tp=sizes[0], decode_tp=sizes[1]))
+    played = play(config, again(), behaviour=behaviour)
+    assert not played.violations
+    assert {end for end, _, _ in played.ends().values()} == {"finished"}
+    assert [event.num_tokens for event in played.of("load.started", instance="P0", request_id="b")] == [12]
+
+
 def test_config_of_both() -> None:
     config = both("offloading,mooncake")
     assert config_from_json(config.to_json()) == config
