@@ -236,6 +236,7 @@ class TestI1ReadmittedWhileItsStoresAreInFlight:
         assert all_finish(played)
 
 
+@pytest.mark.incident("E4")
 class TestAbortedBeforeItHadBlocks:
     """vllm#49146: it has keys for its whole prompt, and no blocks to store."""
 
