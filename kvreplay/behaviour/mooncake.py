@@ -7,8 +7,10 @@ from kvreplay.behaviour.switch import switch
 MOONCAKE: Final = (
     switch(
         "mooncake_failure",
-        "vllm#50984; mooncake_connector.py receive_kv, process_pulling_result",
+        "vllm#50984, vllm#33745; mooncake_connector.py receive_kv, process_pulling_result",
         {
+            "received": "a failed pull counts as received, as NixlConnector had it: what follows is computed from "
+            "whatever is in the blocks (before #33745)",
             "silent": "a failed pull is only logged: its request stays parked for ever (before #50984)",
             "report": "the first failure reports blocks and completion at once; a FINISH that omits a "
             "request still strands it (exactly #50984)",
@@ -176,13 +178,26 @@ MOONCAKE: Final = (
     ),
     switch(
         "rank_reports",
-        "vllm/distributed/kv_transfer/kv_connector/utils.py KVOutputAggregator: counts down, asks nobody",
+        "vllm#21048; vllm/distributed/kv_transfer/kv_connector/utils.py KVOutputAggregator: counts down, asks nobody",
         {
+            "any": "one rank's report completes a request for all of them, and the next is of a request that nobody "
+            "waits for (before #21048)",
             "counted": "each report of a rank counts once it arrives, and if it comes twice then twice",
             "acknowledged": "a lost report is sent again, and each counts once",
         },
         v0_33="counted",
         ideal="acknowledged",
+    ),
+    switch(
+        "mooncake_heads",
+        "vllm#45330, vllm#43523; mooncake_connector.py _compute_sender_transfer_plan; utils.py TransferTopology",
+        {
+            "tp_ratio": "what two ranks have in common follows from their tensor parallel sizes alone: no pull fits "
+            "where one side has more ranks than heads (NixlConnector before #45330)",
+            "distinct": "from the heads that either holds, of which some ranks have the same (0.33.0)",
+        },
+        v0_33="distinct",
+        ideal="distinct",
     ),
     switch(
         "mooncake_role_mismatch",

@@ -293,13 +293,12 @@ def play(
     **settings: Any,  # noqa: ANN401 - fields of RunSettings
 ) -> Play:
     """Play the workload, with these faults. `behaviour`: a profile, and switches on top: `vllm-0.33 NAME=VALUE`."""
-    name, *switches = behaviour.split()
     sink = ListSink(detail)
-    in_effect = reduce(Behaviour.with_switch, switches, profile(name))
+    switched = in_effect(behaviour)
     cluster = Cluster(
         RunSettings(
             config=config,
-            behaviour=in_effect,
+            behaviour=switched,
             recompute=recompute,
             plan=make_plan(inject),
             seed=seed,
@@ -309,7 +308,13 @@ def play(
         sink,
     )
     cluster.run()
-    return Play(cluster, sink, in_effect)
+    return Play(cluster, sink, switched)
+
+
+def in_effect(behaviour: str) -> Behaviour:
+    """A profile, and switches on top: `vllm-0.33 NAME=VALUE`."""
+    name, *switches = behaviour.split()
+    return reduce(Behaviour.with_switch, switches, profile(name))
 
 
 def judge(
@@ -321,13 +326,13 @@ def judge(
     policy: Policy = "fail",
     **options: Any,  # noqa: ANN401 - fields of RunOptions
 ) -> Summary:
-    """What a run of the workload comes to, as `kvreplay run` tells it."""
+    """What a run of the workload comes to, as `kvreplay run` tells it. `behaviour`: as `play` has it."""
     path = folder / "workload.parquet"
     write_workload(path, workload, TraceMetadata(source={"tool": "test"}))
     loaded = LoadedConfig(
         config=config,
         config_name="tiny",
-        behaviour=profile(behaviour),
+        behaviour=in_effect(behaviour),
         policy=policy,
         origins=Origins(config="test", profile="test", policy="test"),
     )

@@ -47,6 +47,7 @@ def test_with_mooncake_first_only_the_producer_loads_from_its_tier(behaviour: st
     assert sorted(loads) == [("D0", 20, None), ("P0", 12, "CPU")]  # a block is still on P
 
 
+@pytest.mark.incident("M3")
 @pytest.mark.parametrize("behaviour", ["vllm-0.33", "ideal"])
 def test_with_the_tier_first_the_producer_is_told_to_let_go(behaviour: str) -> None:
     """M3, vllm#20609: P's blocks come back by a pull of none, not by a timeout; what is missing is computed."""

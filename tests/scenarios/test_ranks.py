@@ -57,6 +57,7 @@ def test_a_fault_of_one_rank_in_each_generation(fault: str, ends: list[str], rec
     assert {node.instance.scheduler.pool.num_free for node in ideal.cluster.nodes} == {32}
 
 
+@pytest.mark.incident("L3")
 class TestReportsOfRanks:
     """A report that counts twice, or for another rank, completes a load that a rank has not received."""
 

@@ -103,6 +103,7 @@ class TestTheCopyThread:
         assert summary.tiers.saved_tokens == 12
 
 
+@pytest.mark.incident("H1")
 class TestFoundAndGoneBeforeItIsLoaded:
     """vllm#39702: a second lookup instead of a pin."""
 

@@ -5,7 +5,7 @@ follow each other on both sides become one descriptor, as there (group_concurren
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final, NamedTuple
 
@@ -35,6 +35,11 @@ class HeadLayout:
 
     def is_replicated(self, tp_size: int) -> bool:
         return self.is_mla or (self.num_kv_heads is not None and tp_size > self.num_kv_heads)
+
+    @property
+    def uncounted(self) -> "HeadLayout":
+        """The same, where nobody asks how many heads there are."""
+        return replace(self, num_kv_heads=None)
 
     @property
     def split_heads(self) -> int | None:

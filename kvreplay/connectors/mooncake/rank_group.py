@@ -54,20 +54,20 @@ class RankReport:
 class RankGroup:
     """One worker per rank, the first of which starts a producer's bootstrap server, and their aggregator.
 
-    A rank's report is a message that a fault can lose, double or delay. With `acknowledges`, the switch rank_reports,
-    each counts once and in its order, a lost one is sent again, and none counts but the rank's own.
+    A rank's report is a message that a fault can lose, double or delay. `reports`, the switch rank_reports:
+    acknowledged, each counts once and in its order, a lost one is sent again, and none counts but the rank's own.
     """
 
     def __init__(
-        self, workers: Sequence[MooncakeWorker], *, bus: Bus, acknowledges: bool, on_report: Callable[[], None]
+        self, workers: Sequence[MooncakeWorker], *, bus: Bus, reports: str, on_report: Callable[[], None]
     ) -> None:
         assert workers
         self.workers = workers
         self._bus = bus
-        self._acknowledges = acknowledges
+        self._acknowledges = reports == "acknowledged"
         self._on_report = on_report
         self._instance = workers[0].identity.instance
-        self._aggregator = KVOutputAggregator(len(workers))
+        self._aggregator = KVOutputAggregator(1 if reports == "any" else len(workers))
         self._numbers = [0] * len(workers)
         self._num_taken = [0] * len(workers)
         self._early: list[dict[int, RankReport]] = [{} for _ in workers]
@@ -235,5 +235,4 @@ def start_workers(
         )
     if len(workers) == 1:
         return workers[0]
-    acknowledges = behaviour["rank_reports"] == "acknowledged"
-    return RankGroup(workers, bus=bus, acknowledges=acknowledges, on_report=on_report)
+    return RankGroup(workers, bus=bus, reports=behaviour["rank_reports"], on_report=on_report)

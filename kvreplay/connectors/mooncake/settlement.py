@@ -1,4 +1,4 @@
-"""What a consumer makes of the end of a pull: three generations of vLLM's connector, one class each."""
+"""What a consumer makes of the end of a pull: three generations of vLLM's connector, and another's, one class each."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Protocol
@@ -259,6 +259,13 @@ class SettleSettlement:
             self._reports.finished_recving[meta.d_req_id] = None
 
 
+class ReceivedSettlement(SettleSettlement):
+    """As another connector had it before #33745: what failed is among what is done, and nobody looks twice."""
+
+    def _report_failure(self, meta: PullReqMeta, block_ids: Sequence[int] | None) -> None:
+        """Its completion is all that is reported."""
+
+
 def _log_failed(log_line: LogSink | None, req_ids: list[str], reason: str) -> None:
     if req_ids and log_line is not None:
         log_line(log.RECEIVER, log.ERROR, log.PULL_FAILED, req_ids, reason)
@@ -278,5 +285,6 @@ def make_settlement(
         return SilentSettlement(reports, stats, settled, log_line)
     if generation == "report":
         return ReportSettlement(reports, stats, settled, log_line)
-    assert generation == "settle", generation
-    return SettleSettlement(reports, stats, settled, log_line, reports_requests=num_groups > 1)
+    assert generation in ("received", "settle"), generation
+    kind = ReceivedSettlement if generation == "received" else SettleSettlement
+    return kind(reports, stats, settled, log_line, reports_requests=num_groups > 1)

@@ -148,7 +148,7 @@ class MooncakeWorker:
                 config=config,
                 behaviour=behaviour,
                 layout=memory.layout,
-                heads=memory.heads,
+                heads=memory.heads if behaviour["mooncake_heads"] == "distinct" else memory.heads.uncounted,
                 kernel_ratios=kernel_ratios,
                 state_groups=state_groups,
                 memory=memory.contents,

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from kvreplay.connectors.multi.scheduler import MultiMetadata, MultiOutput, MultiScheduler
 from kvreplay.connectors.multi.workers import MultiWorkers
 from kvreplay.engine.connector import KVConnectorOutput, PlainSchedulerHalf, RequestBlocks
@@ -154,6 +156,7 @@ class TestWorkers:
         assert output.children == [one, None, other]
         assert MultiWorkers([Workers(), Workers()]).get_finished([]) is None
 
+    @pytest.mark.incident("M1")
     def test_blocks_come_back_with_the_last_child_that_keeps_them(self) -> None:
         """M1, vllm#18246: two children save the same request; the first one's completion frees nothing."""
         halves = MultiScheduler([Child(delays=True), Child(delays=True), Child()])

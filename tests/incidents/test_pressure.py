@@ -1,0 +1,110 @@
+"""Public incidents of pools that are short of blocks, as whole runs: a step takes 10 ms, a message 1 ms."""
+
+import pytest
+
+from kvreplay.connectors.offloading.scheduler import OffloadingScheduler
+from kvreplay.engine.request import Request
+from tests.incidents.test_scheduler import Outcome, engine, load
+from tests.incidents.test_scheduler import request as scripted
+from tests.scenarios.stage import Play, play, request, workload
+from tests.scenarios.test_multi import both
+from tests.scenarios.test_simple_cpu import simple
+
+
+@pytest.mark.incident("A9")
+class TestA9FoundInEveryStepAndNeverScheduled:
+    """vllm-ascend#6512: 32 of a prompt's 40 tokens are in a tier, and the pool is full of what another has left.
+
+    The producer of a pair has the tier; it keeps the 9 blocks of `f` of its 16 until they are pulled, which happens 5 s
+    later. `r` needs 10. (The record: 8 of 10 blocks are found, of 12 one request keeps 8.)
+    """
+
+    FAULTS = ("cache.reset:at=180ms,what=gpu,instance=P0", "mooncake.p-expire-before-pull:request=f,delay=5s")
+
+    @pytest.mark.parametrize("behaviour", ["vllm-0.33", "ideal"])
+    def test_it_is_looked_up_when_something_has_changed(self, monkeypatch: pytest.MonkeyPatch, behaviour: str) -> None:
+        asked: list[str] = []
+        real = OffloadingScheduler.get_num_new_matched_tokens
+
+        def count(self: OffloadingScheduler, of: Request, num_computed: int) -> tuple[int | None, bool]:
+            if of.request_id == "r" and of.max_tokens == 1:  # the producer's leg
+                asked.append(of.request_id)
+            return real(self, of, num_computed)
+
+        monkeypatch.setattr(OffloadingScheduler, "get_num_new_matched_tokens", count)
+        clients = workload(
+            request("s", 0, prompt_tokens=32, text="abcdefgh"),
+            request("f", 200, prompt_tokens=36),
+            request("r", 260, prompt_tokens=40, text="abcdefghij"),
+        )
+        played = play(both("mooncake,offloading"), clients, *self.FAULTS, behaviour=behaviour)
+        assert not played.violations
+        assert {kind for kind, _, _ in played.ends().values()} == {"finished"}
+        assert [event.num_tokens for event in played.of("lookup", instance="P0", request_id="r")] == [32]
+        (sent,) = played.of("send.finished", instance="P0", request_id="f")
+        (begun,) = played.of("load.started", instance="P0", request_id="r")
+        assert 5000 * 10**6 < sent.time_ns < begun.time_ns < sent.time_ns + 10 * 10**6
+        assert len(asked) == 2  # at its arrival, and when `f` gives its blocks back: not in the 5 s between
+
+
+@pytest.mark.incident("A10")
+class TestA10AllOfThePoolCouldBeEvictedAndNothingIs:
+    """sglang#30532, with a pool of CPU blocks: each device block is held by a copy that never ends.
+
+    `a` has ended and its 8 of 16 blocks are cached; `b` needs a ninth of the 8 that are left.
+    """
+
+    CLIENTS = workload(
+        request("a", 0, prompt_tokens=32), request("b", 0, prompt_tokens=32), request("c", 400, prompt_tokens=16)
+    )
+
+    def play(self, behaviour: str) -> Play:
+        config = simple(num_gpu_blocks=17, cpu_blocks=17)
+        return play(config, self.CLIENTS, "simple-cpu.copy-raises:nth=1", behaviour=behaviour)
+
+    def test_where_the_copy_is_never_given_up_all_who_come_wait_for_ever(self) -> None:
+        """And it is said who holds the blocks: nobody's table."""
+        played = self.play("vllm-0.33")
+        stalled = played.of("request.stalled")
+        assert [(event.request_id, event.cause) for event in stalled] == [("b", "free blocks"), ("c", "free blocks")]
+        assert {(event.status, event.cause) for event in played.violations} == {
+            ("CONSERVATION", "reference count 1, but 0 tables hold it"),
+            ("CONSERVATION", "0 times in the free queue, and 0 tables hold it"),
+            ("CONSERVATION", "8 free + 0 held is not 16"),
+        }
+
+    def test_ideally_a_copy_that_fails_lets_go_of_its_blocks(self) -> None:
+        played = self.play("ideal")
+        assert not played.violations
+        assert {kind for kind, _, _ in played.ends().values()} == {"finished"}
+        assert [event.num_blocks for event in played.of("block.evicted", instance="E0")] == [5]
+        assert played.num_free("E0") == 16
+
+
+@pytest.mark.incident("I8")
+class TestI8LoadedAndNoRoomInThatStep:
+    """vllm#18631: R2's 64 tokens have arrived in 4 blocks at step 3, and for the fifth it has to wait for R1's end."""
+
+    REQUESTS = (scripted("R1", 50, max_tokens=8), scripted("R2", 72, max_tokens=2, **load(64, after=2)))
+
+    @pytest.mark.parametrize("behaviour", ["vllm-0.33", "vllm-2026-08", "ideal"])
+    def test_what_was_loaded_is_remembered(self, behaviour: str) -> None:
+        """Admitted for what is loaded alone, as it was then."""
+        outcome = Outcome(engine(8, scheduler_reserve_full_isl=False), [*self.REQUESTS], behaviour=behaviour)
+        assert outcome.laws == set()
+        assert outcome.finished == ["R1", "R2"]
+        assert [row for step in outcome.steps for row in step.get("lookup", ()) if row[0] == "R2"] == [
+            ["R2", 0, 64, True]
+        ]
+        ended = next(step["k"] for step in outcome.steps for row in step.get("out", ()) if row[2] == "length")
+        assert ended == 7
+        assert [(step["k"], *row[:3]) for step in outcome.steps for row in step.get("new", ()) if row[0] == "R2"] == [
+            (8, "R2", 64, 8)
+        ]
+
+    def test_today_it_begins_to_load_when_all_of_it_fits(self) -> None:
+        """With the whole prompt reserved."""
+        outcome = Outcome(engine(8), [*self.REQUESTS])
+        assert outcome.laws == set()
+        assert [step["k"] for step in outcome.steps for _ in step.get("alloc", ())] == [8]
+        assert outcome.computed("R2") == [64, 72]
