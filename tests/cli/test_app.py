@@ -250,7 +250,7 @@ def test_profiles_fit_the_terminal(width: int) -> None:
     assert done.returncode == 0
     assert max(len(line) for line in done.stdout.splitlines()) <= width
     assert re.search(r"^  pre-50984 +mooncake_failure=silent$", done.stdout, re.MULTILINE)
-    assert re.search(r"^ {4}silent  .*\n( {12}.*\n)* {12}in pre-50984\b", done.stdout, re.MULTILINE)
+    assert re.search(r"^ {4}silent  .*\n( {14}.*\n)* {14}in pre-50984\b", done.stdout, re.MULTILINE)
     assert not any(line.endswith(" ") for line in done.stdout.splitlines())
 
 

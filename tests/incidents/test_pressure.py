@@ -4,8 +4,8 @@ import pytest
 
 from kvreplay.connectors.offloading.scheduler import OffloadingScheduler
 from kvreplay.engine.request import Request
-from tests.incidents.test_scheduler import Outcome, engine, load
-from tests.incidents.test_scheduler import request as scripted
+from tests.incidents.scripted import Outcome, engine, load
+from tests.incidents.scripted import request as scripted
 from tests.scenarios.stage import Play, play, request, workload
 from tests.scenarios.test_multi import both
 from tests.scenarios.test_simple_cpu import simple
