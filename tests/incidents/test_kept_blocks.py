@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvreplay.ids import NS_PER_S
-from tests.incidents.test_scheduler import Outcome, engine, request
+from tests.incidents.scripted import Outcome, engine, request
 from tests.incidents.ticks import at, clients, ends, engines, how, laws, ticks_of, usable
 from tests.scenarios.stage import Play, play
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvreplay.kv.specs import MAMBA, MAMBA_ALIGN, KVCacheGroupSpec
-from tests.incidents.test_scheduler import Outcome, engine, load, request
+from tests.incidents.scripted import Outcome, engine, load, request
 from tests.incidents.ticks import BLOCK, about, at, clients, ends, engines, how, laws, ticks_of
 from tests.scenarios.stage import play
 
