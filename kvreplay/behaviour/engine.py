@@ -154,6 +154,39 @@ ENGINE: Final = (
         ideal="stop_before",
     ),
     switch(
+        "aborted_loads",
+        "sglang#24527, sglang#32564, sglang#35049; scheduler.py _free_request: delay_free_blocks",
+        {
+            "free": "a request that ends while it is being loaded gives its blocks back at once: what lands in them "
+            "then may be somebody else's (SGLang)",
+            "hold": "they come back with the load's report (0.33.0)",
+        },
+        v0_33="hold",
+        ideal="hold",
+    ),
+    switch(
+        "zeroed_loads",
+        "vllm#45357, vllm#47373, vllm#48481; gpu_model_runner.py: zeroing of new blocks",
+        {
+            "late": "with overlapping steps blocks for a load are zeroed as well, behind the step in progress: what "
+            "has landed in them by then is lost (before #47373)",
+            "never": "they are left to the load; what a failed one has not brought is zeroed afterwards (0.33.0)",
+        },
+        v0_33="never",
+        ideal="never",
+    ),
+    switch(
+        "hybrid_adoption",
+        "vllm#33775, vllm#44409; kv_cache_coordinator.py allocate_new_computed_blocks",
+        {
+            "per_group": "each group takes its hit, and then blocks for a load, before the next one does: it may be "
+            "given what the next one hits (before #33775)",
+            "hits_first": "all groups' hits are taken before any block for a load (0.33.0)",
+        },
+        v0_33="hits_first",
+        ideal="hits_first",
+    ),
+    switch(
         "chunked_local_hits",
         "single_type_kv_cache_manager.py ChunkedLocalAttentionManager.find_longest_cache_hit",
         {

@@ -1,4 +1,4 @@
-"""Switches of the Mooncake connector."""
+"""Switches of the Mooncake connector, and of the proxy before a pair."""
 
 from typing import Final
 
@@ -41,6 +41,17 @@ MOONCAKE: Final = (
         ideal="answer",
     ),
     switch(
+        "proxy_abort",
+        "sglang#28236; mooncake_connector_proxy.py: only the decode leg's stream is closed",
+        {
+            "serving": "of a client that goes away only the instance that serves it hears: its producer computes the "
+            "prompt in vain",
+            "both": "the producer drops it, too",
+        },
+        v0_33="serving",
+        ideal="both",
+    ),
+    switch(
         "mooncake_registration",
         "mooncake_utils.py MooncakeBootstrapServer.register_worker",
         {
@@ -74,13 +85,25 @@ MOONCAKE: Final = (
     ),
     switch(
         "mooncake_placeholder",
-        "mooncake_connector.py send_kv_to_decode: placeholders have no expire_time",
+        "vllm#51236; mooncake_connector.py send_kv_to_decode: placeholders have no expire_time",
         {
             "leak": "an entry made by a pull for an unknown transfer stays for ever",
+            "orphan-timeout": "after 60 s in which nobody has announced it, it goes, and its waiters are answered "
+            "(exactly vllm#51236)",
             "expire": "it goes when its last waiter goes",
         },
         v0_33="leak",
         ideal="expire",
+    ),
+    switch(
+        "mooncake_late_pulls",
+        "aws-do-eks#84, vllm#47021, vllm-ascend#6570: NIXL, where consumers read by themselves",
+        {
+            "wait": "a pull of blocks that have been given up waits in vain (0.33.0)",
+            "read": "it gets what the blocks hold by then, and nobody is told (NIXL, vllm-ascend)",
+        },
+        v0_33="wait",
+        ideal="wait",
     ),
     switch(
         "transfer_integrity",

@@ -174,6 +174,7 @@ class Driver:
             drafts=drafts,
             exact_estimates=rules.exact_estimates,
             looks_at_whole_chunks=rules.looks_at_whole_chunks,
+            adopts_per_group=rules.adopts_per_group,
             has_connector=workload.has_connector,
         )
         self.connector = self.make_connector()

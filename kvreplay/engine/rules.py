@@ -30,6 +30,12 @@ class SchedulerRules:
     """Blocks that a request will need are not counted short."""
     stops_before_last_token: bool = False
     """A load into windows or states ends before the last token, which is computed to sample from it."""
+    frees_aborted_loads: bool = False
+    """Who ends while being loaded gives its blocks back at once."""
+    zeroes_loads_late: bool = False
+    """With overlapping steps: blocks for a load are zeroed when the step in progress is over."""
+    adopts_per_group: bool = False
+    """With several groups: one takes blocks for a load before the next one has taken its hit."""
     looks_at_whole_chunks: bool = False
     """A hit in chunked local attention has all of the chunk that the next token attends to."""
 
@@ -45,6 +51,9 @@ class SchedulerRules:
             loads_ignore_drafts=behaviour["load_lookahead"] == "ignored",
             exact_estimates=behaviour["block_estimates"] == "exact",
             stops_before_last_token=behaviour["whole_prompt_load"] == "stop_before",
+            frees_aborted_loads=behaviour["aborted_loads"] == "free",
+            zeroes_loads_late=behaviour["zeroed_loads"] == "late",
+            adopts_per_group=behaviour["hybrid_adoption"] == "per_group",
             looks_at_whole_chunks=behaviour["chunked_local_hits"] == "whole_chunk",
         )
 

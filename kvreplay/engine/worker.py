@@ -51,6 +51,8 @@ class WorkerModel(ConnectorMemory):
         self._speculates = scheduler.speculation is not None
         self._drafted_groups = self._token_groups
         """Where drafts have a place of their own. (A ring is taken to be long enough for what is open and drafts.)"""
+        self._zeroes_loads_late = scheduler.zeroes_loads
+        self._to_zero_late: list[int] = []
         scheduler.on_leave_lockstep = self.flush
         scheduler.on_end_in_lockstep = self._flush_last
         scheduler.on_member_grows = self.flush
@@ -60,10 +62,20 @@ class WorkerModel(ConnectorMemory):
 
     def prepare(self, out: SchedulerOutput) -> None:
         """What happens to whole blocks before anything is loaded or computed."""
-        if out.blocks_to_zero:
-            self.buffers.zero(out.blocks_to_zero)
+        to_zero = out.blocks_to_zero
+        if self._zeroes_loads_late:
+            to_zero = self._behind_step(to_zero)
+        if to_zero:
+            self.buffers.zero(to_zero)
         for source, target in out.block_copies:
             self.buffers.copy_block(source, target)
+
+    def _behind_step(self, block_ids: list[int]) -> list[int]:
+        """What is zeroed now: blocks for a load were to be, but wait for the step in progress."""
+        waiting = [block_id for block_id in block_ids if self.is_loading(np.array([block_id]))]
+        now = [block_id for block_id in block_ids if block_id not in waiting] + self._to_zero_late
+        self._to_zero_late = waiting
+        return now
 
     def execute(self, out: SchedulerOutput) -> None:
         """Write and read what the step's shares compute; lockstep members write later and have nothing new to read."""

@@ -114,15 +114,18 @@ def make_cache_manager(
     drafts: DraftRules = NO_DRAFTS,
     exact_estimates: bool = False,
     looks_at_whole_chunks: bool = False,
+    adopts_per_group: bool = False,
     keeps_state_below_mark: bool = False,
     has_connector: bool = False,
 ) -> "KVCacheManager":
     """The manager for these groups; some have a shorter way to the same blocks.
 
     `hash_block_size`: what one of the requests' prefix hashes covers, if not what the groups' sizes suggest.
-    `keeps_state_below_mark`: as in `CacheRules`. `has_connector`: hashes are used even without a prefix cache.
+    `adopts_per_group`, `keeps_state_below_mark`: as in `CacheRules`. `has_connector`: hashes are used even without a
+    prefix cache.
     """
-    return _kind_for(groups, drafts, retention_interval, hash_block_size)(
+    kind = KVCacheManager if adopts_per_group else _kind_for(groups, drafts, retention_interval, hash_block_size)
+    return kind(
         groups,
         pool,
         max_model_len=max_model_len,
@@ -133,6 +136,7 @@ def make_cache_manager(
         drafts=drafts,
         exact_estimates=exact_estimates,
         looks_at_whole_chunks=looks_at_whole_chunks,
+        adopts_per_group=adopts_per_group,
         keeps_state_below_mark=keeps_state_below_mark,
         has_connector=has_connector,
     )

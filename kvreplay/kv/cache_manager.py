@@ -128,6 +128,7 @@ class KVCacheManager:
         drafts: DraftRules = NO_DRAFTS,
         exact_estimates: bool = False,
         looks_at_whole_chunks: bool = False,
+        adopts_per_group: bool = False,
         keeps_state_below_mark: bool = False,
         has_connector: bool = False,
     ) -> None:
@@ -158,10 +159,13 @@ class KVCacheManager:
             drops_eagle_block=drafts.drops_block,
             exact_estimates=exact_estimates,
             looks_at_whole_chunks=looks_at_whole_chunks,
+            adopts_per_group=adopts_per_group,
             keeps_state_below_mark=keeps_state_below_mark,
         )
         self._check_retention(retention_interval)
         self.managers = [make_manager(spec, group, pool, self.rules) for group, spec in enumerate(groups)]
+        self._adopting = [[manager] for manager in self.managers] if adopts_per_group else [self.managers]
+        """Groups whose hits are taken before any of them takes blocks for a load."""
         self._aligned_mamba = [manager for manager in self.managers if isinstance(manager, AlignedMambaManager)]
         eagle_groups = frozenset(group for group, spec in enumerate(groups) if spec.is_eagle) or frozenset(
             range(len(groups))
@@ -343,16 +347,17 @@ class KVCacheManager:
             if any(len(blocks) for blocks in hit):
                 raise EngineFatal("AssertionError")
             return self.no_hit
-        for manager, blocks in zip(self.managers, hit, strict=True):
-            manager.add_local_computed_blocks(request_id, blocks, num_local, num_external)
-        if not num_external:
-            return self.no_hit
-        return tuple(
-            manager.allocate_external_computed_blocks(
-                request_id, num_local, num_external, zero=manager.group not in loaded_groups
-            )
-            for manager in self.managers
-        )
+        external: list[BlockIds] = []
+        for managers in self._adopting:
+            for manager in managers:
+                manager.add_local_computed_blocks(request_id, hit[manager.group], num_local, num_external)
+            external += [
+                manager.allocate_external_computed_blocks(
+                    request_id, num_local, num_external, zero=manager.group not in loaded_groups
+                )
+                for manager in (managers if num_external else ())
+            ]
+        return tuple(external) if num_external else self.no_hit
 
     # -- caching ----------------------------------------------------------------------------------------------
 

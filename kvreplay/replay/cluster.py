@@ -131,6 +131,7 @@ class Cluster:
             self.sink,
             self.injector.rewrite_params,
             partial(bootstrap_url_of, config),
+            aborts_both=settings.behaviour["proxy_abort"] == "both",
         )
 
     def run(self, watch: Watch | None = None) -> None:

@@ -165,6 +165,7 @@ class Node:
             drafts=around.config.draft_rules(self.role),
             exact_estimates=rules.exact_estimates,
             looks_at_whole_chunks=rules.looks_at_whole_chunks,
+            adopts_per_group=rules.adopts_per_group,
             keeps_state_below_mark=around.behaviour["offload_state_below_mark"] == "unhashed",
             has_connector=around.config.connector.kind != "none",
         )

@@ -70,8 +70,11 @@ class Proxy:
         sink: EventSink,
         rewrite_params: RewriteParams | None = None,
         bootstrap_of: Callable[[str], str] = bootstrap_url,
+        *,
+        aborts_both: bool = False,
     ) -> None:
-        """`bootstrap_of`: producer → the URL at which its ranks can be asked for."""
+        """`bootstrap_of`: producer → the URL at which its ranks can be asked for. `aborts_both`: the switch
+        proxy_abort."""
         self._workload = workload
         self._bus = bus
         self._sink = sink
@@ -85,6 +88,9 @@ class Proxy:
         self._servers = Picker([node for node in nodes if node.role != "prefill"], topology.proxy_decode)
         self._serving: dict[str, Server] = {}
         """Requests that have not ended yet → the instance that serves the client."""
+        self._aborts_both = aborts_both
+        self._computing: dict[str, Server] = {}
+        """The same → the producer of each, where it is to hear of aborts."""
         self.num_ended = 0
         for node in nodes:
             node.on_end = partial(self._ended, node)
@@ -130,6 +136,8 @@ class Proxy:
             "remote_engine_id": producer.engine_id,
             "remote_bootstrap_addr": self._bootstrap_of(producer.name),
         }
+        if self._aborts_both:
+            self._computing[arrival.request_id] = producer
         for node, max_tokens, params in ((producer, 1, for_producer), (server, arrival.output_tokens, for_server)):
             if self._rewrite_params is not None:
                 params = dict(self._rewrite_params(params, arrival.request_id, node.name))
@@ -158,8 +166,7 @@ class Proxy:
         request_id = envelope.request_ids[0]
         server = self._serving.get(request_id)
         if server is not None and server.name == name:
-            del self._serving[request_id]
-            self.num_ended += 1
+            self._forget(request_id)
             self._sink.emit(
                 Event(
                     "request.rejected",
@@ -172,27 +179,33 @@ class Proxy:
 
     def _ended(self, node: Server, request_id: str) -> None:
         if self._serving.get(request_id) is node:
-            del self._serving[request_id]
-            self.num_ended += 1
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        del self._serving[request_id]
+        self._computing.pop(request_id, None)
+        self.num_ended += 1
 
     # -- aborts -----------------------------------------------------------------------------------------------
 
     def abort(self, request_id: str) -> bool:
-        """The client goes away. The reference proxy tells the serving instance only. False if it has ended."""
+        """The client goes away: the serving instance is told, and the producer only by some. False if it has ended."""
         server = self._serving.get(request_id)
         if server is None:
             return False
         self._sink.emit(Event("request.aborted", self._bus.loop.now_ns, request_id=request_id))
-        self._bus.post(
-            Envelope(
-                kind=CLIENT_ABORT,
-                source=PROXY,
-                destination=server.api_address,
-                payload=request_id,
-                request_ids=(request_id,),
-                conversation=f"{request_id}>{server.name}",
+        producer = self._computing.get(request_id)
+        for node in (server,) if producer is None else (server, producer):
+            self._bus.post(
+                Envelope(
+                    kind=CLIENT_ABORT,
+                    source=PROXY,
+                    destination=node.api_address,
+                    payload=request_id,
+                    request_ids=(request_id,),
+                    conversation=f"{request_id}>{node.name}",
+                )
             )
-        )
         return True
 
     def _abort_at_its_time(self, request_id: str) -> None:

@@ -10,6 +10,8 @@ BOOTSTRAP_ATTEMPTS: Final = 3
 BOOTSTRAP_RETRY_NS: Final = NS_PER_S // 10
 RECEIVE_TIMEOUT_MARGIN_S: Final = 60
 """What a consumer waits for a reply beyond the time for which a producer may keep it waiting."""
+ORPHAN_TIMEOUT_NS: Final = 60 * NS_PER_S
+"""What vllm#51236 waits for a request that a pull has asked for and nobody has announced."""
 MAX_PEER_LAYOUTS: Final = 1024
 """Consumers' layouts that a producer remembers; the one not used for longest goes first."""
 

@@ -280,7 +280,8 @@ class Producer:
         self, envelope: Envelope, pull: MooncakeXferMetadata, plan: TransferPlan, remote_ranks: list[int], now_ns: int
     ) -> None:
         pending = {
-            d_req_id: self._transfers.for_pull(transfer_id) for d_req_id, (transfer_id, _) in pull.req_blocks.items()
+            d_req_id: self._transfers.for_pull(transfer_id, now_ns)
+            for d_req_id, (transfer_id, _) in pull.req_blocks.items()
         }
         if not pending:
             return  # vLLM answers nothing
@@ -331,7 +332,7 @@ class Producer:
             entry.waiters.pop(service, None)
             if entry.dropped:
                 write.fail(d_req_id, DROPPED)
-            elif entry.transfer_id in self._transfers.entries:
+            elif self._transfers.may_be_read(entry):
                 entry.sending += 1
                 if not entry.need_send:
                     self._resolve_need_send(entry, service)

@@ -2,11 +2,11 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 from kvreplay.behaviour import Behaviour
 from kvreplay.connectors.mooncake import log
-from kvreplay.connectors.mooncake.config import MooncakeConfig
+from kvreplay.connectors.mooncake.config import ORPHAN_TIMEOUT_NS, MooncakeConfig
 from kvreplay.connectors.mooncake.entries import SendBlockMeta
 from kvreplay.connectors.mooncake.log import LogSink
 from kvreplay.connectors.mooncake.stats import MooncakeStats
@@ -14,6 +14,7 @@ from kvreplay.connectors.mooncake.structs import MooncakeConnectorMetadata
 from kvreplay.events import Event, EventSink
 from kvreplay.transport.machine import Deadlines
 
+_Value = TypeVar("_Value")
 _MAX_GONE: Final = 4096
 """Transfers that ended unsent and are remembered, so that a late pull can be told."""
 
@@ -39,6 +40,8 @@ class Transfers:
         """By transfer id."""
         self._answers_drops = behaviour["mooncake_producer_drop"] == "answer"
         self._accepts_unknown = behaviour["mooncake_unknown_transfer"] == "accept"
+        self._times_orphans = behaviour["mooncake_placeholder"] == "orphan-timeout"
+        self._reads_late = behaviour["mooncake_late_pulls"] == "read"
         self._instance = instance
         self._deadlines = deadlines
         self._sink = sink
@@ -54,6 +57,8 @@ class Transfers:
         self._shared: OrderedDict[str, None] = OrderedDict()
         """Transfer ids that two requests have claimed: nobody can tell whose blocks a pull means."""
         self._gone: OrderedDict[str, None] = OrderedDict()
+        self._given_up: OrderedDict[str, SendBlockMeta] = OrderedDict()
+        """Transfers whose blocks are gone, where late pulls read what is there instead."""
 
     def configure(self, config: MooncakeConfig) -> None:
         self._abort_timeout_s = config.abort_request_timeout
@@ -92,12 +97,13 @@ class Transfers:
             self.entries[transfer_id] = SendBlockMeta(p_req_id, transfer_id, announced_by=p_req_id)
         elif entry.announced_by is None:
             entry.announced_by = p_req_id
+            self._deadlines.cancel(entry.expiry)  # that of an orphan
         elif self._accepts_unknown and entry.owner != p_req_id and not entry.sending:
             self._refuse_shared(entry)
 
     def _refuse_shared(self, entry: SendBlockMeta) -> None:
         """Two live requests have one transfer id: neither is sent, rather than one to the other's consumer."""
-        _keep_last(self._shared, entry.transfer_id)
+        _keep_last(self._shared, entry.transfer_id, None)
         if self.remove(entry.transfer_id) is not None and entry.ready:
             self._finished_sending[entry.p_req_id] = None
         entry.dropped = True
@@ -154,14 +160,15 @@ class Transfers:
         return entry
 
     def _remember_gone(self, transfer_id: str) -> None:
-        _keep_last(self._gone, transfer_id)
+        _keep_last(self._gone, transfer_id, None)
 
     # -- what the scheduler hears -------------------------------------------------------------------------
 
     def note_overdue(self, now_ns: int) -> None:
         """A poll looks at the clock itself: it frees what has expired while the loop was busy."""
         for entry in self.entries.values():
-            if entry.expiry is not None and entry.expiry.action is not None and entry.expiry.time_ns <= now_ns:
+            expiry = entry.expiry if entry.ready else None
+            if expiry is not None and expiry.action is not None and expiry.time_ns <= now_ns:
                 self._deadlines.cancel(entry.expiry)
                 self._overdue[entry.transfer_id] = entry
 
@@ -197,6 +204,8 @@ class Transfers:
         self.remove(entry.transfer_id)
         if self._answers_drops:
             self._remember_gone(entry.transfer_id)
+        if self._reads_late:
+            _keep_last(self._given_up, entry.transfer_id, entry)
         self._stats.num_kv_expired_reqs += 1
         if self._log is not None:
             self._log(log.SENDER, log.WARNING, log.EXPIRED, entry.p_req_id, self._abort_timeout_s)
@@ -214,16 +223,28 @@ class Transfers:
 
     # -- what pulls do ------------------------------------------------------------------------------------
 
-    def for_pull(self, transfer_id: str) -> SendBlockMeta:
+    def for_pull(self, transfer_id: str, now_ns: int) -> SendBlockMeta:
         """What a pull means: a placeholder, if nobody has announced it yet."""
-        entry = self.entries.get(transfer_id)
+        entry = self.entries.get(transfer_id) or self._given_up.get(transfer_id)
         if entry is None:
             entry = SendBlockMeta("", transfer_id)
             if transfer_id in self._gone or transfer_id in self._shared:
                 entry.dropped = True
             else:
                 self.entries[transfer_id] = entry
+                if self._times_orphans:
+                    entry.expiry = self._deadlines.at(now_ns + ORPHAN_TIMEOUT_NS, self._on_orphan, entry)
         return entry
+
+    def _on_orphan(self, entry: SendBlockMeta, now_ns: int) -> None:
+        """Nobody has announced it."""
+        self.remove(entry.transfer_id)
+        entry.dropped = True
+        self._wake(entry)
+
+    def may_be_read(self, entry: SendBlockMeta) -> bool:
+        """Of one that is ready: whether its blocks are still there for the pull, or pass for it."""
+        return entry.transfer_id in self.entries or entry.transfer_id in self._given_up
 
     def is_current(self, entry: SendBlockMeta) -> bool:
         return self.entries.get(entry.transfer_id) is entry
@@ -234,7 +255,7 @@ class Transfers:
             self._finished_sending[entry.p_req_id] = None
 
 
-def _keep_last(transfers: OrderedDict[str, None], transfer_id: str) -> None:
-    transfers[transfer_id] = None
+def _keep_last(transfers: OrderedDict[str, _Value], transfer_id: str, value: _Value) -> None:
+    transfers[transfer_id] = value
     if len(transfers) > _MAX_GONE:
         transfers.popitem(last=False)

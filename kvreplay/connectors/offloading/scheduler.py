@@ -1,7 +1,7 @@
 """The scheduler's half of the OffloadingConnector (vLLM: offloading/scheduler.py, OffloadingConnectorScheduler)."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -30,9 +30,6 @@ from kvreplay.engine.request import Request
 from kvreplay.errors import EngineFatal, engine_asserts
 from kvreplay.kv.block_list import BlockList
 from kvreplay.kv.prefix_cache import BlockIds
-
-_MAX_RETRIES: Final = 1
-"""A request whose load has failed may load once more; then it is computed, wherever its chunks still are."""
 
 
 class StepObserver(Protocol):
@@ -157,7 +154,6 @@ class OffloadingScheduler:
 
     def on_new_request(self, request: Request) -> None:
         context = context_of(request.request_id, request.kv_transfer_params)
-        context.is_bounded = self._now_ns is not None
         policy = self.manager.on_new_request(context)
         self.states[request.request_id] = RequestState(
             request, context, self.layout, self._space, policy, self._mirrored
@@ -177,7 +173,7 @@ class OffloadingScheduler:
         state.notice_keys()
         state.num_local_tokens = num_computed_tokens
         hit: int | None = 0
-        if not request.skip_reading_prefix_cache and state.num_lost_loads <= _MAX_RETRIES:
+        if not request.skip_reading_prefix_cache:
             bound = None if self._max_loadable is None else self._max_loadable(request, num_computed_tokens)
             hit = self._bounded(state, self.lookup.find(state, bound))
             if self._hits_may_be_short and hit is not None and bound is None and self._observer is not None:
@@ -472,7 +468,6 @@ class OffloadingScheduler:
         else:
             self.manager.complete_load(job.keys, state.context)
             if job.failure is not None:
-                state.num_lost_loads += 1
                 self.manager.discard(job.keys)
             if self.chunks_being_loaded:
                 self.chunks_being_loaded.difference_update(job.keys.tolist())

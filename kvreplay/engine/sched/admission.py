@@ -312,7 +312,7 @@ class AdmissionLayer(RunningLayer):
     def _allocate_admission(self, admission: _Admission) -> tuple[BlockIds, ...] | None:
         request, hit = admission.request, admission.hit
         loaded: frozenset[int] = frozenset()
-        if admission.is_async and self.kv.has_mamba:
+        if admission.is_async and self.kv.has_mamba and not self.zeroes_loads:
             loaded = (
                 frozenset(range(len(self.kv.groups))) if self._loads_every_group(request) else self._cacheable_groups
             )

@@ -47,7 +47,7 @@ class EndsLayer(HybridLockstepLayer):
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             # A load that has not started yet will not be reported.
             never_started = self.fences.cancel_load(request_id)
-            delay_free = not never_started and request_id not in self.finished_recving
+            delay_free = not (never_started or request_id in self.finished_recving or self.rules.frees_aborted_loads)
             self.finished_recving.pop(request_id, None)
             self.failed_recving.pop(request_id, None)
         request.status = status

@@ -86,6 +86,8 @@ class SchedulerState:
         self._defer_async_loads = self.fences.enabled and options.defer_async_loads
         self._divergent_hits = options.divergent_hits
         self.rules = rules
+        self.zeroes_loads = rules.zeroes_loads_late and self._is_async
+        """Blocks for a load are zeroed, too, behind the step in progress."""
         is_full_only = all(group.is_full_attention for group in kv.groups)
         self._stops_before_last_token = rules.stops_before_last_token and not is_full_only
         self._replay_groups = frozenset(group for group, spec in enumerate(kv.groups) if spec.prefix_replay_tokens)

@@ -57,6 +57,8 @@ class CacheRules:
     """vLLM 0.33.0 counts some needs short: null blocks as held, and a loaded state's block not at all."""
     looks_at_whole_chunks: bool = False
     """vLLM 0.33.0 takes blocks of earlier chunks for computed, also where the next token's chunk begins inside them."""
+    adopts_per_group: bool = False
+    """Before vllm#33775: a group's blocks for a load are taken before the next group's hit."""
     keeps_state_below_mark: bool = False
     """Mamba, before vllm#52807: beside a load, a request keeps a copy of the state that its hit ends in."""
 

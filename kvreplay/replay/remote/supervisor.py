@@ -306,6 +306,7 @@ class RemoteCluster:
             self.sink,
             self.injector.rewrite_params,
             partial(bootstrap_url_of, self._config),
+            aborts_both=self._settings.behaviour["proxy_abort"] == "both",
         )
         self._wait(lambda: all(node.is_ready for node in self._nodes.values()), _START_S, "to start")
         for node in self._nodes.values():
