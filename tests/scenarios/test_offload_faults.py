@@ -123,6 +123,15 @@ def test_under_policy_fail_only_the_loading_request_fails(name: str, tmp_path: P
     assert summary.loads.failed == 1
 
 
+@pytest.mark.parametrize("fault", ["promotion-fail", "copy-hang", "done-lost", "load-dma-fail", "load-corrupt"])
+def test_ideally_a_tier_that_fails_again_and_again_is_not_asked_for_ever(fault: str, tmp_path: Path) -> None:
+    """What fails on its way to the GPU is in storage all the same, and would be found there each time."""
+    inject = f"offload.{fault}:request=b"
+    summary = judge(tmp_path, offloading(**TIERED), there_and_back(), inject, behaviour="ideal", policy="recompute")
+    assert told(summary) == "passed"
+    assert (summary.requests.finished, summary.loads.failed) == (3, 0 if fault == "promotion-fail" else 2)
+
+
 def test_whose_lookup_goes_in_circles_is_told_so(tmp_path: Path) -> None:
     """What it finds in the storage tier never comes, and it asks for it again."""
     inject, config = ("offload.promotion-fail",), offloading(**TIERED)

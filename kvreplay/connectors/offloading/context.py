@@ -59,11 +59,13 @@ class RequestContext:
     params: Mapping[str, Any] = field(default_factory=dict)
     num_promotions: int = 0
     """Copies from a secondary tier that its lookups have ordered."""
+    is_bounded: bool = False
+    """Its lookup is given up after a time: whatever goes round in circles has an end."""
 
     @property
     def is_going_in_circles(self) -> bool:
         """No lookup needs so many: they evict each other."""
-        return self.num_promotions > MAX_PROMOTIONS
+        return self.num_promotions > MAX_PROMOTIONS and not self.is_bounded
 
 
 def context_of(req_id: str, params: Mapping[str, Any] | None) -> RequestContext:

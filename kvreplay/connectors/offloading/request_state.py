@@ -156,6 +156,8 @@ class RequestState:
         self.loaded_from_offload = False
         self.load_source: str | None = None
         """The slowest tier that its last load needed."""
+        self.num_lost_loads = 0
+        """Loads that have failed: another tier may still have what it then loses again."""
         self.finished_signaled = False
         """The manager has been told of its end."""
         self.settled_tokens = -1

@@ -1,7 +1,7 @@
 """The scheduler's half of the OffloadingConnector (vLLM: offloading/scheduler.py, OffloadingConnectorScheduler)."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from kvreplay.engine.request import Request
 from kvreplay.errors import EngineFatal, engine_asserts
 from kvreplay.kv.block_list import BlockList
 from kvreplay.kv.prefix_cache import BlockIds
+
+_MAX_RETRIES: Final = 1
+"""A request whose load has failed may load once more; then it is computed, wherever its chunks still are."""
 
 
 class StepObserver(Protocol):
@@ -154,6 +157,7 @@ class OffloadingScheduler:
 
     def on_new_request(self, request: Request) -> None:
         context = context_of(request.request_id, request.kv_transfer_params)
+        context.is_bounded = self._now_ns is not None
         policy = self.manager.on_new_request(context)
         self.states[request.request_id] = RequestState(
             request, context, self.layout, self._space, policy, self._mirrored
@@ -173,7 +177,7 @@ class OffloadingScheduler:
         state.notice_keys()
         state.num_local_tokens = num_computed_tokens
         hit: int | None = 0
-        if not request.skip_reading_prefix_cache:
+        if not request.skip_reading_prefix_cache and state.num_lost_loads <= _MAX_RETRIES:
             bound = None if self._max_loadable is None else self._max_loadable(request, num_computed_tokens)
             hit = self._bounded(state, self.lookup.find(state, bound))
             if self._hits_may_be_short and hit is not None and bound is None and self._observer is not None:
@@ -468,6 +472,7 @@ class OffloadingScheduler:
         else:
             self.manager.complete_load(job.keys, state.context)
             if job.failure is not None:
+                state.num_lost_loads += 1
                 self.manager.discard(job.keys)
             if self.chunks_being_loaded:
                 self.chunks_being_loaded.difference_update(job.keys.tolist())
