@@ -144,6 +144,11 @@ KINDS: Final[dict[str, KindSpec]] = {
         "num_tokens computed in this step although they had been there for a hit or were promised; cause = "
         "load-failure | preemption | eviction | full-hit-last-token, cause_seq = the load.failed or request.preempted",
     ),
+    "draft.recomputed": KindSpec(
+        _RUN,
+        "num_tokens of a prompt that the drafter computes in this step, because a load has left out the blocks that "
+        "are its alone; not among tokens.recomputed",
+    ),
     "block.evicted": KindSpec(
         _RUN,
         "cached blocks that lost their hash since the last such row; num_blocks, group, cause = capacity | "

@@ -223,6 +223,17 @@ MOONCAKE: Final = (
         ideal="distinct",
     ),
     switch(
+        "drafter_transfer",
+        "vllm#54926, vllm#53779; KVCacheGroupSpec.enable_kv_transfer, KVCacheConfig.transfer_groups",
+        {
+            "left-out": "groups that are the drafter's alone are not transferred: a consumer's drafter computes each "
+            "prompt again before it can propose anything (NixlConnector)",
+            "with-the-rest": "they are transferred like any other; both sides must have them (0.33.0)",
+        },
+        v0_33="with-the-rest",
+        ideal="with-the-rest",
+    ),
+    switch(
         "mooncake_role_mismatch",
         "mooncake_connector.py: assertions on kv_role in the scheduler's half",
         {

@@ -90,6 +90,7 @@ class Group:
     block_size: int
     sliding_window: int | None
     prefix_replay_tokens: int = 0
+    drafter_only: bool = False
 
 
 @dataclass(slots=True)

@@ -115,6 +115,10 @@ class SchedulerConnector(Protocol):
         """
         ...
 
+    def leaves_drafter_out(self, request_id: str) -> bool:
+        """Whether the request's load brings nothing of the groups that are the drafter's alone."""
+        ...
+
     def note_invalid(self, request: Request, num_tokens: int) -> None:
         """What the request has computed behind its first `num_tokens` tokens is wrong, also what is being stored."""
         ...
@@ -162,6 +166,9 @@ class PlainSchedulerHalf:
         return None
 
     def loads_every_group(self, request_id: str) -> bool:
+        return False
+
+    def leaves_drafter_out(self, request_id: str) -> bool:
         return False
 
     def note_invalid(self, request: Request, num_tokens: int) -> None: ...

@@ -88,6 +88,9 @@ class EngineLog:
             )
         )
 
+    def drafter_recomputes(self, request: Request, num_tokens: int) -> None:
+        self._request("draft.recomputed", request, num_tokens=num_tokens)
+
     def first_token(self, request: Request) -> None:
         self._request("request.first_token", request)
 

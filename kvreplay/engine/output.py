@@ -33,6 +33,8 @@ class Share:
     """Of its drafts; known when the step runs."""
     num_rolled_back: int = 0
     """Drafts of its request that had been found wrong when it was scheduled; what has been since lies before it."""
+    drafter_start: int | None = None
+    """From here on to `start` the drafter computes what a load has not brought for it."""
     tables: Sequence[BlockIds] | None = None
     """Its block tables when it was scheduled, where the step may run when the request has them no more."""
 
@@ -70,6 +72,8 @@ class SchedulerOutput:
     """Mamba states that a connector may save, by request."""
     kv_connector_metadata: Any = None
     total_num_scheduled_tokens: int = 0
+    num_drafter_tokens: int = 0
+    """Tokens that the drafter computes because a load has not brought them."""
     num_prefill_tokens: int = 0
     """Tokens of shares that are not a single decode token."""
     num_decodes: int = 0

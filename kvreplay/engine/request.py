@@ -42,6 +42,7 @@ class Request:
         "attempts",
         "clean_until",
         "content",
+        "drafter_start",
         "drop_stale_output",
         "evicted_end",
         "failed_load_end",
@@ -125,6 +126,8 @@ class Request:
         self.num_external_tokens = 0
         """Tokens that its last external load was for."""
         self.num_preemptions = 0
+        self.drafter_start: int | None = None
+        """From here on its last load has brought nothing for the drafter, which computes that in its next step."""
         self.admitted_at = 0
         """Tokens that were there, hit or loaded, when it was last admitted to run: what comes after is computed."""
         self.is_prefill_chunk = False

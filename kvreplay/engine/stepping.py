@@ -254,7 +254,18 @@ class SteppingInstance:
     def _forward_pass_ns(self, out: SchedulerOutput) -> int:
         """What the model computes, and its drafter."""
         model_ns = self._timing.step_ns(out.num_prefill_tokens, out.num_decodes, out.num_kv_tokens)
+        if out.num_drafter_tokens:
+            model_ns += self._drafter_prefill_ns(out.num_drafter_tokens)
         return model_ns if out.skip_drafts else model_ns + self._drafting_ns
+
+    def _drafter_prefill_ns(self, num_tokens: int) -> int:
+        """A pass of the drafter over prompts: per token as much less than the model's as its KV takes less room."""
+        speculation, groups = self.scheduler.speculation, self.scheduler.kv.groups
+        assert speculation is not None
+        own = sum(group.bytes_per_token for group in groups if group.drafter_only)
+        models = sum(group.bytes_per_token for group in groups) - own
+        model_ns = self._timing.step_ns(num_tokens, 0, 0) - self._timing.step_ns(0, 0, 0)
+        return speculation.draft_pass_ns + model_ns * own // max(models, 1)
 
     def _start_work(self, out: SchedulerOutput, duration_ns: int) -> int:
         """Connector work starts with the step; what its shares compute is written at once. Returns how long the

@@ -48,11 +48,14 @@ class WorkerModel(ConnectorMemory):
         self._state_groups = [group for group, spec in enumerate(specs) if spec.kind in _OVERWRITTEN]
         self._token_groups = [group for group, spec in enumerate(specs) if spec.kind not in _OVERWRITTEN]
         self._mamba_groups = [group for group, spec in enumerate(specs) if spec.kind == MAMBA]
+        self._drafters = [group for group, spec in enumerate(specs) if spec.drafter_only]
         self._speculates = scheduler.speculation is not None
         self._drafted_groups = self._token_groups
         """Where drafts have a place of their own. (A ring is taken to be long enough for what is open and drafts.)"""
         self._zeroes_loads_late = scheduler.zeroes_loads
         self._to_zero_late: list[int] = []
+        self._token_groups = [group for group in self._token_groups if group not in self._drafters]
+        """Without the drafter's own: what it reads there decides about drafts, and those are verified."""
         scheduler.on_leave_lockstep = self.flush
         scheduler.on_end_in_lockstep = self._flush_last
         scheduler.on_member_grows = self.flush
@@ -109,6 +112,8 @@ class WorkerModel(ConnectorMemory):
         for share, (start, end, drafted_end) in zip(shares, spans, strict=True):
             if share.admitted:
                 share.request.windows_written_until = start
+            if share.drafter_start is not None:
+                self._write_drafters(share.request, share.drafter_start, start)
             self._write_drafting(share.request, start, end, drafted_end)
         for share, (start, end, drafted_end) in zip(shares, spans, strict=True):
             if self._read(share, start, self._token_groups):
@@ -137,6 +142,15 @@ class WorkerModel(ConnectorMemory):
         if end < drafted_end:
             for group in self._drafted_groups:
                 self.buffers.write_rejected(tables[group], group, end, drafted_end)
+
+    def _write_drafters(self, request: Request, start: int, end: int) -> None:
+        """What a load has left out."""
+        tables = self.scheduler.kv.block_arrays(request.request_id)
+        for group in self._drafters:
+            window = self._windows[group]
+            first = start if window is None else self._first_kept(request, window, tables[group], start, end)
+            if first < end:
+                self.buffers.write(tables[group], request.content, group, first, end)
 
     def capture(self, out: SchedulerOutput) -> None:
         """The step runs later, where its shares' blocks are now."""

@@ -53,6 +53,8 @@ class KVCacheGroupSpec:
     """Sliding-window MLA: never cached; what a hit needs of it is computed again."""
     is_eagle: bool = False
     """Its blocks are the drafter's, too."""
+    drafter_only: bool = False
+    """They are nobody else's: what is in them decides which drafts are right, and nothing that is output."""
     bytes_per_token: int = 0
     state_bytes: int = 0
     num_layers: int = 1
@@ -75,6 +77,8 @@ class KVCacheGroupSpec:
             )
         if self.bounded_replay and self.kind != SLIDING_WINDOW_MLA:
             raise ConfigError("model.groups: bounded_replay is for kind 'sliding_window_mla'")
+        if self.drafter_only and not self.is_eagle:
+            raise ConfigError("model.groups: drafter_only needs is_eagle")
 
     def _check_reach(self, name: str, *kinds: str) -> None:
         value = getattr(self, name)

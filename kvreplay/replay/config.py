@@ -72,6 +72,10 @@ class ModelConfig:
                 raise ConfigError(
                     f"model.groups: sliding_window ({group.sliding_window}) must be >= block_size ({group.block_size})"
                 )
+        if [group.drafter_only for group in self.groups] != sorted(group.drafter_only for group in self.groups):
+            raise ConfigError("model.groups: what is drafter_only comes after all others")
+        if all(group.drafter_only for group in self.groups):
+            raise ConfigError("model.groups: at least one group that is not drafter_only is needed")
         check_pages(self.groups)
         sizes = resolve_block_sizes(self.groups)
         if any(group.kind == CHUNKED_LOCAL and group.block_size != sizes.scheduler for group in self.groups):
@@ -306,10 +310,11 @@ class ReplayConfig:
         return self.roles[role]
 
     def groups_of(self, role: Role) -> tuple[KVCacheGroupSpec, ...]:
-        """The model's groups as an instance of this role has them: with states for drafts."""
+        """The model's groups as an instance of this role has them: with states for drafts, or without the drafter's
+        own."""
         speculative = self.roles[role].speculative
         if speculative is None:
-            return self.model.groups
+            return tuple(group for group in self.model.groups if not group.drafter_only)
         count = speculative.num_speculative_tokens
         return tuple(
             replace(group, num_speculative_blocks=count) if group.kind == MAMBA else group

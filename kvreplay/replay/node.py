@@ -8,7 +8,7 @@ from kvreplay.behaviour import Behaviour
 from kvreplay.connectors.mooncake import addresses
 from kvreplay.connectors.mooncake.rank_group import start_workers
 from kvreplay.connectors.mooncake.ranks import all_ranks
-from kvreplay.connectors.mooncake.scheduler import MooncakeScheduler
+from kvreplay.connectors.mooncake.scheduler import MooncakeScheduler, transfer_groups
 from kvreplay.connectors.mooncake.sharding import Sharding
 from kvreplay.connectors.mooncake.structs import FIRST_TOKEN_STOPS
 from kvreplay.connectors.multi.scheduler import MultiScheduler
@@ -343,7 +343,7 @@ class Node:
             tp_size=tp_size,
             pp_size=pp_size,
             sharding=around.sharding,
-            groups=self._groups,
+            groups=transfer_groups(self._groups, around.behaviour),
             config=around.config.connector.mooncake,
             behaviour=around.behaviour,
             bus=around.bus,

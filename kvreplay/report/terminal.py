@@ -88,17 +88,23 @@ def _speculative(summary: Summary) -> Section:
     if drafts is None:
         return
     yield title("Speculative decoding", f"{number(drafts.num_draft_tokens)} tokens drafted")
-    if drafts.mean_acceptance_length is None:
-        return
-    rows = [
-        (
-            "accepted",
-            f"{number(drafts.num_accepted_tokens)} tokens",
-            share(drafts.num_accepted_tokens, drafts.num_draft_tokens),
-        ),
-        ("acceptance length", f"{drafts.mean_acceptance_length:.2f} tokens", "per verification"),
-    ]
-    yield table([_LEFT, _RIGHT, _LEFT], rows)
+    rows = []
+    if drafts.mean_acceptance_length is not None:
+        rows += [
+            (
+                "accepted",
+                f"{number(drafts.num_accepted_tokens)} tokens",
+                share(drafts.num_accepted_tokens, drafts.num_draft_tokens),
+            ),
+            ("acceptance length", f"{drafts.mean_acceptance_length:.2f} tokens", "per verification"),
+        ]
+    if drafts.recomputed_tokens_per_request is not None:
+        each = (
+            f"for {plural(drafts.num_recomputed_requests, 'request')}, {drafts.recomputed_tokens_per_request:,.0f} each"
+        )
+        rows.append(("not transferred", f"{number(drafts.num_recomputed_tokens)} tokens", f"computed again {each}"))
+    if rows:
+        yield table([_LEFT, _RIGHT, _LEFT], rows)
 
 
 def _requests(summary: Summary) -> Section:

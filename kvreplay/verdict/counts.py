@@ -67,18 +67,23 @@ def loads(frame: pl.DataFrame) -> Loads:
     )
 
 
-def speculative(usage: pl.DataFrame) -> Speculative | None:
+def speculative(frame: pl.DataFrame, usage: pl.DataFrame) -> Speculative | None:
     """None where no instance speculates."""
     by_name: dict[str, int] = dict(usage.group_by("status").agg(pl.col("grown").sum()).rows())
     if "drafts" not in by_name:
         return None
     drafts, drafted, accepted = (by_name[name] for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    again = rows_of(frame, ["draft.recomputed"], "request_id", "num_tokens").collect()
+    tokens, requests = int(again["num_tokens"].sum()), again["request_id"].n_unique()
     return Speculative(
         num_drafts=drafts,
         num_draft_tokens=drafted,
         num_accepted_tokens=accepted,
         draft_acceptance_rate=round(accepted / drafted, 6) if drafted else None,
         mean_acceptance_length=round(1 + accepted / drafts, 6) if drafts else None,
+        num_recomputed_tokens=tokens,
+        num_recomputed_requests=requests,
+        recomputed_tokens_per_request=round(tokens / requests, 6) if requests else None,
     )
 
 

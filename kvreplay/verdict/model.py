@@ -148,6 +148,12 @@ class Speculative(msgspec.Struct, frozen=True, kw_only=True):
     """Accepted of the drafted tokens; None where there were none."""
     mean_acceptance_length: float | None = None
     """Tokens that a verification brings, the one that is always right included; None where there was none."""
+    num_recomputed_tokens: int = 0
+    """Of prompts that a load brought without the drafter's own blocks: computed by the drafter alone."""
+    num_recomputed_requests: int = 0
+    """How many requests that was for."""
+    recomputed_tokens_per_request: float | None = None
+    """None where there was none."""
 
 
 class Violation(msgspec.Struct, frozen=True, kw_only=True):

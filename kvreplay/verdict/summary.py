@@ -82,7 +82,7 @@ def summarise(frame: pl.DataFrame, facts: RunFacts, findings: Sequence[Finding] 
         loaded_tokens=sum(instance.loaded_tokens for instance in instances),
         loads=counts.loads(frame),
         tiers=tiers(frame, usage),
-        speculative=counts.speculative(usage),
+        speculative=counts.speculative(frame, usage),
         evicted_blocks=counts.evicted(frame),
         violations=judged.violations,
         faults=fault_counts,

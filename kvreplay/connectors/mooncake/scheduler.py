@@ -1,7 +1,7 @@
 """The scheduler's half of the Mooncake connector: what to pull, what to keep for a puller."""
 
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from kvreplay.behaviour import Behaviour
 from kvreplay.connectors.mooncake import log
@@ -32,6 +32,9 @@ class TransferGroup(Protocol):
         """Last tokens of a hit that are computed again, because no cache holds their window."""
         ...
 
+    @property
+    def drafter_only(self) -> bool: ...
+
 
 class MooncakeScheduler(PlainSchedulerHalf):
     """One engine's. With role `kv_both` it is neither producer nor consumer only, and does both.
@@ -56,6 +59,9 @@ class MooncakeScheduler(PlainSchedulerHalf):
         self.num_invalid_params = 0
         """Requests that lacked parameters, for which vLLM logs a warning."""
         self._log = log_line
+        self._num_groups = len(groups)
+        groups = transfer_groups(groups, behaviour)
+        self._lacks_drafters = len(groups) < self._num_groups
         self._window_blocks = _window_blocks(groups)
         self._leaves_last_token = any(group.kind == MAMBA or group.prefix_replay_tokens > 0 for group in groups)
         if behaviour["whole_prompt_load"] == "stop_before":
@@ -86,6 +92,9 @@ class MooncakeScheduler(PlainSchedulerHalf):
 
     def loads_every_group(self, request_id: str) -> bool:
         return True
+
+    def leaves_drafter_out(self, request_id: str) -> bool:
+        return self._lacks_drafters
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         params = request.kv_transfer_params
@@ -185,16 +194,26 @@ class MooncakeScheduler(PlainSchedulerHalf):
         return True
 
     def _clip(self, block_ids: Sequence[Sequence[int]]) -> _Blocks:
-        """Of a sliding-window group only the window's blocks, and one for the overlap, are worth moving."""
+        """Of a sliding-window group only the window's blocks, and one for the overlap, are worth moving; of groups that
+        are left out, the last ones, none."""
         if len(block_ids) == 0:
             return []
-        num_groups = len(self._window_blocks)
-        if len(block_ids) != num_groups:
-            raise EngineFatal("ValueError", f"Expected {num_groups} KV cache groups, got {len(block_ids)}.")
+        if len(block_ids) != self._num_groups:
+            raise EngineFatal("ValueError", f"Expected {self._num_groups} KV cache groups, got {len(block_ids)}.")
         return [
             of_group[:] if num_blocks is None else of_group[-num_blocks:]
-            for of_group, num_blocks in zip(block_ids, self._window_blocks, strict=True)
+            for of_group, num_blocks in zip(block_ids, self._window_blocks, strict=False)
         ]
+
+
+_Group = TypeVar("_Group", bound=TransferGroup)
+
+
+def transfer_groups(groups: Sequence[_Group], behaviour: Behaviour) -> Sequence[_Group]:
+    """Those that are transferred (vLLM: KVCacheConfig.transfer_groups). A drafter's own are behind all others."""
+    if behaviour["drafter_transfer"] == "with-the-rest":
+        return groups
+    return [group for group in groups if not group.drafter_only]
 
 
 def _window_blocks(groups: Sequence[TransferGroup]) -> list[int | None]:

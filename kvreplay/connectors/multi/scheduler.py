@@ -102,6 +102,10 @@ class MultiScheduler:
         chosen = self._chosen.get(request_id)
         return chosen is not None and self.children[chosen].loads_every_group(request_id)
 
+    def leaves_drafter_out(self, request_id: str) -> bool:
+        chosen = self._chosen.get(request_id)
+        return chosen is not None and self.children[chosen].leaves_drafter_out(request_id)
+
     def note_invalid(self, request: Request, num_tokens: int) -> None:
         for child in self.children:
             child.note_invalid(request, num_tokens)

@@ -155,6 +155,9 @@ class OffloadingScheduler:
     def loads_every_group(self, request_id: str) -> bool:
         return False
 
+    def leaves_drafter_out(self, request_id: str) -> bool:
+        return False
+
     def on_new_request(self, request: Request) -> None:
         context = context_of(request.request_id, request.kv_transfer_params)
         context.is_bounded = self._now_ns is not None

@@ -253,6 +253,16 @@ class AdmissionLayer(RunningLayer):
     def _loads_every_group(self, request: Request) -> bool:
         return self.connector is not None and self.connector.loads_every_group(request.request_id)
 
+    def _leaves_drafter_out(self, request: Request) -> bool:
+        return self.connector is not None and self.connector.leaves_drafter_out(request.request_id)
+
+    def _compute_for_drafter(self, share: Share, out: SchedulerOutput) -> None:
+        """What a load has brought, but not for the drafter; what follows it computes with the share."""
+        request = share.request
+        share.drafter_start, request.drafter_start = request.drafter_start, None
+        out.num_drafter_tokens += request.num_external_tokens
+        self.log.drafter_recomputes(request, request.num_external_tokens)
+
     def _brings_window(self, admission: _Admission) -> bool:
         return admission.num_external > 0 and self._load_brings_window(admission.request)
 
@@ -377,6 +387,8 @@ class AdmissionLayer(RunningLayer):
                 self.inflight_prefills.pop(request.request_id, None)
         else:
             self._cache_computed(request, request.num_computed_tokens)
+            if not failed and self._has_drafters_group and self._leaves_drafter_out(request):
+                request.drafter_start = request.num_computed_tokens - request.num_external_tokens
             if failed and self.kv.has_mamba:
                 self.kv.zero_again(request.request_id, request.num_computed_tokens)
             self._rewind_loaded(request, brings_window=not failed and self._load_brings_window(request))
@@ -402,6 +414,8 @@ class AdmissionLayer(RunningLayer):
         self.running[request.request_id] = request
         self._explicit[request.request_id] = request
         out.skip_drafts = out.skip_drafts and self._drafts_go_unused(share)
+        if request.drafter_start is not None:
+            self._compute_for_drafter(share, out)
         if share.end < request.num_tokens:
             self.inflight_prefills[request.request_id] = request
         self._add_share(out, share)

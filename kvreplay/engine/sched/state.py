@@ -90,6 +90,7 @@ class SchedulerState:
         """Blocks for a load are zeroed, too, behind the step in progress."""
         is_full_only = all(group.is_full_attention for group in kv.groups)
         self._stops_before_last_token = rules.stops_before_last_token and not is_full_only
+        self._has_drafters_group = any(spec.drafter_only for spec in kv.groups)
         self._replay_groups = frozenset(group for group, spec in enumerate(kv.groups) if spec.prefix_replay_tokens)
         self._cacheable_groups = frozenset(group for group, spec in enumerate(kv.groups) if spec.prefix_cacheable)
         self._output_is_shared = options.output_is_shared
