@@ -47,13 +47,14 @@ class TestC1NobodyComesToReadThem:
 
     @BEHAVIOURS
     def test_nor_does_it_hear_of_an_abort_if_the_message_is_lost(self, behaviour: str) -> None:
-        """D asks for none of the blocks, so that P lets go of them."""
+        """D asks for none of the blocks, so that P lets go of them. Ideally P hears of the client itself, too."""
         config = engines(12, 64, abort_request_timeout=30)
         told = play(config, self.REQUESTS, "abort:when=queued,request=R1", behaviour=behaviour)
         assert told.of("send.expired") == []
         faults = ("abort:when=queued,request=R1", "mooncake.release-only-fail:request=R1")
         untold = play(config, self.REQUESTS, *faults, behaviour=behaviour)
-        assert ticks_of(untold, "send.expired") == {"R1": pytest.approx(31, abs=0.1)}
+        expired = {} if behaviour == "ideal" else {"R1": pytest.approx(31, abs=0.1)}
+        assert ticks_of(untold, "send.expired") == expired
         assert untold.num_free("P0") == 12
 
 
@@ -123,10 +124,11 @@ class TestC5AClientThatLeavesTearsTheTransfer:
 
     @BEHAVIOURS
     def test_a_transfer_that_may_end_gives_them_back_at_once(self, behaviour: str) -> None:
-        """It takes three ticks from 2 on at the latest, with nobody there for it any more."""
+        """It takes three ticks from 2 on at the latest, with nobody there for it any more. Ideally those that come
+        then have been dropped by P."""
         played = play(self.CONFIG, self.REQUESTS, self.LEAVES, "mooncake.engine-slow:delay=3s", behaviour=behaviour)
         assert set(how(played).values()) == {"aborted"}
-        assert freed_by(played, "P0") == pytest.approx(5, abs=0.1)
+        assert freed_by(played, "P0") == pytest.approx(4 if behaviour == "ideal" else 5, abs=0.1)
         assert played.of("send.expired") == []
         assert (laws(played), played.num_free("P0"), played.num_free("D0")) == (set(), 16, 64)
 
