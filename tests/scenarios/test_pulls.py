@@ -193,6 +193,7 @@ class TestErrorResponse:
         assert (played.num_free("D0"), played.num_free("P0")) == (30, 32)
 
 
+@pytest.mark.incident("D1")
 class TestLatePulls:
     """`late` waits behind `first`, and its pull reaches P at 107. P's blocks are ready at 42: their time may be up."""
 
