@@ -122,9 +122,9 @@ class TestD2BlocksAreReadAfterTheirLease:
 
 @pytest.mark.incident("D3")
 class TestD3ASecondTurnReadsAfterTheTime:
-    """vllm#47021: the blocks are kept for 48 s, and read after 44, 47 and 49. There D keeps them and P reads them, here it
-    is the other way round. With Mooncake who keeps them is asked, and decides by its own clock: no offset between two
-    clocks matters, no margin for it is needed, and 47 is early enough."""
+    """vllm#47021: the blocks are kept for 48 s, and read after 44, 47 and 49. There D keeps them and P reads them, here
+    it is the other way round. With Mooncake who keeps them is asked, and decides by its own clock: no offset between
+    two clocks matters, no margin for it is needed, and 47 is early enough."""
 
     def play(self, behaviour: str, at: int) -> Play:
         return late_pull(behaviour, lease=48, at=at, reused_at=48.5)
