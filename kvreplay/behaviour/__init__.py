@@ -11,11 +11,12 @@ from typing import Final
 
 from kvreplay.behaviour.engine import ENGINE
 from kvreplay.behaviour.mooncake import MOONCAKE
+from kvreplay.behaviour.multi import MULTI
 from kvreplay.behaviour.offload import OFFLOAD
 from kvreplay.behaviour.switch import Switch
 from kvreplay.errors import ConfigError
 
-SWITCHES: Final[dict[str, Switch]] = {switch.name: switch for switch in (*ENGINE, *MOONCAKE, *OFFLOAD)}
+SWITCHES: Final[dict[str, Switch]] = {switch.name: switch for switch in (*ENGINE, *MOONCAKE, *OFFLOAD, *MULTI)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,17 @@ OFFLOAD: Final = (
         v2026_08="narrow",
     ),
     switch(
+        "offload_hit_groups",
+        "vllm#41712; offloading/scheduler.py _lookup",
+        {
+            "attention": "what attention groups have counts as hit, whether the state that goes with it is there or "
+            "not",
+            "all": "a hit ends where every group can go on (0.33.0)",
+        },
+        v0_33="all",
+        ideal="all",
+    ),
+    switch(
         "offload_abort_clamp",
         "vllm#49146; offloading/scheduler.py _build_store_jobs",
         {
@@ -151,6 +162,17 @@ OFFLOAD: Final = (
         },
         v0_33="wait",
         ideal="bound",
+    ),
+    switch(
+        "offload_keys",
+        "vllm#44250, vllm#45549, sglang#24638; v1/kv_offload/base.py make_offload_key",
+        {
+            "tokens": "a chunk is known by its tokens alone: who has other weights (an adapter), or may not see it, "
+            "hits it all the same (LMCache, before the adapter's name was in the key)",
+            "namespace": "by its block's hash, and so by its request's namespace and salt, too (0.33.0)",
+        },
+        v0_33="namespace",
+        ideal="namespace",
     ),
     switch(
         "simple_cpu_lookup",

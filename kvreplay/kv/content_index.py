@@ -24,6 +24,8 @@ _POSITION_STRIDE: Final = 0xD1342543DE82EF95
 _RAMP_LIMIT: Final = 1 << 20
 """Positions whose share of the fingerprint is kept ready; later ones are computed when asked for."""
 _RECENT_PROMPTS: Final = 64
+NAMESPACE_PARAMS: Final = ("namespace", "cache_salt")
+"""An arrival's parameters that keep its contents apart from others' of the same tokens."""
 _WORTH_KEEPING: Final = 1024
 """Tokens: fewer words are computed faster than they are found."""
 
@@ -102,7 +104,7 @@ class ContentIndex:
     def __init__(self, arrivals: Sequence[PromptSource], hash_block_size: int, num_lookahead_tokens: int = 0) -> None:
         assert hash_block_size > 0
         self.hash_block_size = hash_block_size
-        self._num_lookahead = num_lookahead_tokens
+        self.num_lookahead = num_lookahead_tokens
         self.num_requests = len(arrivals)
         segments, offsets = _segments_of(arrivals)
         self._offsets: list[int] = offsets.tolist()
@@ -155,8 +157,8 @@ class ContentIndex:
 
     def _blocks_until(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Blocks that have a hash once so many tokens are known."""
-        if self._num_lookahead:
-            positions = np.maximum(positions - self._num_lookahead, 0)
+        if self.num_lookahead:
+            positions = np.maximum(positions - self.num_lookahead, 0)
         return positions // self.hash_block_size
 
     def content(self, request: int) -> "RequestContent":
@@ -340,8 +342,7 @@ def _salt(params: Mapping[str, Any]) -> int:
     """0 for none. The two names are independent: a tenant's namespace, and vLLM's `cache_salt`."""
     if not params:
         return 0
-    names = ("namespace", "cache_salt")
-    salts = [f"{name}={params[name]}" for name in names if params.get(name) is not None]
+    salts = [f"{name}={params[name]}" for name in NAMESPACE_PARAMS if params.get(name) is not None]
     return text_hash("\n".join(salts)) if salts else 0
 
 

@@ -18,7 +18,7 @@ from kvreplay.replay.config import ReplayConfig
 from kvreplay.replay.ends import Ends
 from kvreplay.replay.findings import LiveFindings
 from kvreplay.replay.network import LinkNetwork
-from kvreplay.replay.node import Node, Surroundings, instance_names, kv_role_of
+from kvreplay.replay.node import Node, Surroundings, instance_names, kv_role_of, tier_names
 from kvreplay.replay.overrides import overridden
 from kvreplay.replay.proxy import Proxy
 from kvreplay.sim.bus import Bus
@@ -114,6 +114,7 @@ class Cluster:
             findings=self.findings,
             death_at_start=partial(self.injector.death_at_start, self._topology.instances),
             sharding=config.sharding,
+            tier_names=tier_names(self.index, workload.arrivals, settings.behaviour),
             seed=settings.seed,
             single_steps=settings.single_steps,
             use_lockstep=settings.use_lockstep,

@@ -1,6 +1,6 @@
 """One instance of a cluster with all its parts, through crashes and restarts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -35,9 +35,11 @@ from kvreplay.kv.attention_managers import make_cache_manager
 from kvreplay.kv.block_pool import BlockPool
 from kvreplay.kv.block_rows import words_per_block
 from kvreplay.kv.cache_manager import KVCacheManager
-from kvreplay.kv.content_index import ContentIndex
+from kvreplay.kv.content import KeyArray
+from kvreplay.kv.content_index import ContentIndex, PromptSource
 from kvreplay.kv.group_keys import num_group_keys
 from kvreplay.kv.memory import KVMemory, NullMemory
+from kvreplay.kv.shared_names import shared_names
 from kvreplay.kv.specs import KVCacheGroupSpec
 from kvreplay.replay.config import ReplayConfig, Role
 from kvreplay.replay.findings import LiveFindings
@@ -98,10 +100,17 @@ class Surroundings:
     death_at_start: Callable[[str], Death | None] = lambda instance: None
     sharding: Sharding = field(default_factory=Sharding)
     """How the KV memory of all engines is cut into the shares of their ranks."""
+    tier_names: KeyArray | None = None
+    """What offloading tiers know the keys of `index` by; None: by themselves."""
     seed: int = 0
     single_steps: bool = False
     use_lockstep: bool = True
     """Off, together with `single_steps`: the plain way, to test the shortcuts against."""
+
+
+def tier_names(index: ContentIndex, arrivals: Sequence[PromptSource], behaviour: Behaviour) -> KeyArray | None:
+    """`Surroundings.tier_names`."""
+    return shared_names(index, arrivals) if behaviour["offload_keys"] == "tokens" else None
 
 
 class Node:
@@ -262,7 +271,7 @@ class Node:
             self.offload = self._cpu_tier(part, kv, log)
             halves.append(self.offload.scheduler)
         if len(halves) > 1:
-            return MultiScheduler(halves)
+            return MultiScheduler(halves, losers_load=around.behaviour["multi_losers"] == "load")
         return halves[0] if halves else None
 
     def _workers(self, model: WorkerModel | None) -> EngineWorkers:
@@ -306,6 +315,7 @@ class Node:
             instance=self.name,
             kv=kv,
             num_keys=around.index.num_keys,
+            names=around.tier_names,
             behaviour=around.behaviour,
             bus=around.bus,
             log=log,

@@ -57,7 +57,7 @@ class Offload:
             every_group_drafts=self._behaviour.eagle_lookup == "narrow" and kv.rules.drops_eagle_block,
         )
         self._layout = rank_layout(layout, is_replicated=is_replicated)
-        space = self._space = KeySpace(len(self._layout.groups), owner.num_keys)
+        space = self._space = KeySpace(len(self._layout.groups), owner.num_keys, owner.names)
         self.cpu = CPUOffloadingManager(
             num_chunks(self._layout, config, is_replicated=is_replicated),
             space,

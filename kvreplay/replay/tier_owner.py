@@ -6,16 +6,19 @@ from dataclasses import dataclass
 from kvreplay.behaviour import Behaviour
 from kvreplay.engine.log import EngineLog
 from kvreplay.kv.cache_manager import KVCacheManager
+from kvreplay.kv.content import KeyArray
 from kvreplay.sim.bus import Bus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierOwner:
-    """`num_keys`: of the contents of the whole workload. `on_report` wakes the engine."""
+    """`num_keys`: of the contents of the whole workload. `names`: what a tier knows each of them by; None: by itself.
+    `on_report` wakes the engine."""
 
     instance: str
     kv: KVCacheManager
     num_keys: int
+    names: KeyArray | None
     behaviour: Behaviour
     bus: Bus
     log: EngineLog

@@ -28,8 +28,12 @@ class MultiOutput(KVConnectorOutput):
 class MultiScheduler:
     """Children are asked in order. The first with tokens loads them; all hear of everything."""
 
-    def __init__(self, children: Sequence[SchedulerConnector]) -> None:
+    def __init__(self, children: Sequence[SchedulerConnector], *, losers_load: bool = False) -> None:
+        """`losers_load`: the switch multi_losers."""
         assert children
+        self._losers_load = losers_load
+        self._offers: dict[str, list[int]] = {}
+        """Request → what each child has offered at its last lookup, where losers load."""
         self.children = list(children)
         self.requires_kv_delivery = any(child.requires_kv_delivery for child in children)
         self.completes_failed_loads = any(child.completes_failed_loads for child in children)
@@ -80,19 +84,25 @@ class MultiScheduler:
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Children behind the one that is chosen are asked all the same; one that does not know yet stops it all."""
         answer: tuple[int, bool] = (0, False)
+        offers: list[int] = []
         for place, child in enumerate(self.children):
             num_tokens, is_async = child.get_num_new_matched_tokens(request, num_computed_tokens)
             if num_tokens is None:
                 return None, False
+            offers.append(num_tokens)
             if not answer[0] and num_tokens > 0:
                 self._chosen[request.request_id] = place
                 answer = (num_tokens, is_async)
+        if self._losers_load:
+            self._offers[request.request_id] = offers
         return answer
 
     def update_state_after_alloc(self, request: Request, blocks: RequestBlocks, num_external_tokens: int) -> None:
         chosen = self._chosen.get(request.request_id)
+        offers = self._offers.pop(request.request_id, None)
         for place, child in enumerate(self.children):
-            child.update_state_after_alloc(request, blocks, num_external_tokens if place == chosen else 0)
+            lost = offers[place] if offers and num_external_tokens else 0
+            child.update_state_after_alloc(request, blocks, num_external_tokens if place == chosen else lost)
 
     def get_load_source(self, request_id: str) -> str | None:
         chosen = self._chosen.get(request_id)

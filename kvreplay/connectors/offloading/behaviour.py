@@ -12,6 +12,8 @@ class OffloadBehaviour:
     """Where a load starts in a group's block table: `from-zero`, `from-computed` or `position`."""
     eagle_lookup: str = "widened"
     """Whether a drafter's query is `widened` by the chunk that it gives up, or `narrow`."""
+    hit_groups: str = "all"
+    """Who must have what is hit: `all` groups, or `attention` alone and not the recurrent ones."""
     abort_clamp: str = "blocks"
     """Stores of an aborted request: `blocks` that it has, or (`none`) as many as it has keys."""
     readmission: str = "defer"

@@ -16,11 +16,13 @@ from kvreplay.kv.content import KeyArray
 class KeySpace:
     """Makes keys, and remembers where each one's prefix ends. A position of 0 is not known.
 
-    `num_block_keys`: how many there will be, as far as that is known.
+    `num_block_keys`: how many there will be, as far as that is known. `names`: what each block key is known by; None:
+    by itself.
     """
 
-    def __init__(self, num_groups: int, num_block_keys: int = 0) -> None:
+    def __init__(self, num_groups: int, num_block_keys: int = 0, names: KeyArray | None = None) -> None:
         assert num_groups > 0
+        self._names = names
         self.num_groups = num_groups
         self.num_keys = max(num_block_keys * num_groups, 1024)
         self._use_positions(lazy_zeros(self.num_keys))
@@ -32,6 +34,8 @@ class KeySpace:
 
     def make(self, block_keys: KeyArray, group: int, ends: NDArray[np.int64]) -> Keys:
         """The keys of the prefixes whose last hash blocks are `block_keys`; `ends`: their tokens."""
+        if self._names is not None:
+            block_keys = self._names[block_keys]
         keys: Keys = block_keys if self.num_groups == 1 else block_keys * self.num_groups + group
         self.note(keys, ends)
         return keys
@@ -43,6 +47,8 @@ class KeySpace:
 
     def make_one(self, block_key: int, group: int, end: int) -> int:
         """`make` for a single key."""
+        if self._names is not None:
+            block_key = self._names.item(block_key)
         key = block_key * self.num_groups + group
         if key >= len(self._positions):
             self._use_positions(grown(self._positions, key))

@@ -36,10 +36,14 @@ class ChunkLookup:
         chunks_being_loaded: set[int] | None,
         *,
         widens_drafters: bool = True,
+        asks_states: bool = True,
     ) -> None:
         self.layout = layout
         self.manager = manager
         self.widens_drafters = widens_drafters
+        asked = {index for index, group in enumerate(layout.groups) if asks_states or not group.is_aligned_state}
+        self.order = tuple(index for index in layout.lookup_order if index in asked)
+        self.windowed = tuple(index for index in layout.windowed if index in asked)
         self.chunks_being_loaded = chunks_being_loaded
         self.observer: Observer | None = None
         self._is_plain = len(layout.groups) == 1 and not layout.windowed and not layout.groups[0].is_drafter
@@ -196,7 +200,7 @@ class _CompleteChunks:
             self.end -= 1
             if layout.state_size is not None:
                 self.end -= self.end % layout.state_size
-        groups: tuple[int, ...] | None = layout.lookup_order
+        groups: tuple[int, ...] | None = self.lookup.order
         hit = 0
         while groups:
             groups, hit = self._visit_all(groups, hit)
@@ -222,9 +226,9 @@ class _CompleteChunks:
                 if self.is_deferred:
                     # Whether it must still be deferred shows when everyone has been asked about the shorter hit.
                     self.is_deferred = False
-                    again = layout.lookup_order
+                    again = self.lookup.order
                 elif saw_window and not again:
-                    again = layout.windowed
+                    again = self.lookup.windowed
             saw_window |= group.is_windowed
             hit = new_hit
         return again, hit

@@ -97,7 +97,11 @@ class OffloadingScheduler:
         self.chunks_being_loaded: set[int] | None = set() if layout.enable_prefix_caching else None
         """Whoever hits one of these waits, and then finds it in the GPU's prefix cache."""
         self.lookup = ChunkLookup(
-            layout, manager, self.chunks_being_loaded, widens_drafters=behaviour.eagle_lookup == "widened"
+            layout,
+            manager,
+            self.chunks_being_loaded,
+            widens_drafters=behaviour.eagle_lookup == "widened",
+            asks_states=behaviour.hit_groups == "all",
         )
         self.stores = StoreBuilder(
             layout, manager, self.ledger, space, behaviour, self._note_allocation_failure, self._mirrored

@@ -21,7 +21,7 @@ from kvreplay.replay.config_load import config_from_json
 from kvreplay.replay.ends import Ends
 from kvreplay.replay.findings import LiveFindings
 from kvreplay.replay.network import LinkNetwork
-from kvreplay.replay.node import Leg, Node, Surroundings, instance_names
+from kvreplay.replay.node import Leg, Node, Surroundings, instance_names, tier_names
 from kvreplay.replay.remote import messages
 from kvreplay.replay.remote.shared_blame import SharedBlame
 from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
@@ -85,6 +85,7 @@ class InstanceProcess:
             findings=findings,
             death_at_start=partial(self.injector.death_at_start, topology_of(config, workload).instances),
             sharding=config.sharding,
+            tier_names=tier_names(index, workload.arrivals, behaviour),
             seed=setup.seed,
         )
         roles = instance_names(config)
