@@ -11,11 +11,9 @@ from kvreplay.connectors.mooncake.memory import Contents, RankMemory, Unregister
 from kvreplay.connectors.mooncake.plan import Piece, WriteSegment
 from kvreplay.connectors.mooncake.settlement import Pull
 from kvreplay.connectors.mooncake.structs import WriteData
-from kvreplay.kv.content import WordArray
+from kvreplay.kv.integrity import checksums, damage_mask
 from kvreplay.kv.memory import Provenance
 from kvreplay.sim.envelope import Corruption, Envelope
-
-_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Damage(NamedTuple):
@@ -23,15 +21,6 @@ class Damage(NamedTuple):
 
     block: int
     corruption: Corruption
-
-
-def checksums(words: WordArray) -> WordArray:
-    """One word per block that any change of the block changes."""
-    places = np.arange(1, words.shape[1] + 1, dtype=np.uint64) * _MIX
-    mixed = (words ^ places) * _MIX
-    mixed ^= mixed >> np.uint64(29)
-    total: WordArray = (mixed * (places | np.uint64(1))).sum(axis=1, dtype=np.uint64)
-    return total
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,12 +158,5 @@ def _damaged(contents: Contents, hits: Sequence[Damage]) -> Contents:
         return contents
     delivered = contents.copy()
     for block, corruption in hits:
-        delivered[block] ^= _mask(corruption, contents.shape[1]).astype(contents.dtype)
+        delivered[block] ^= damage_mask(corruption.draw, contents.shape[1]).astype(contents.dtype)
     return delivered
-
-
-def _mask(corruption: Corruption, num_words: int) -> WordArray:
-    """What changes every word of a block, so that no part of it stays usable by luck."""
-    places = np.arange(1, num_words + 1, dtype=np.uint64)
-    mask: WordArray = (places * _MIX ^ np.uint64(corruption.draw & 0xFFFF_FFFF_FFFF_FFFF)) | np.uint64(1)
-    return mask

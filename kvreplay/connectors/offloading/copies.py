@@ -14,11 +14,10 @@ from kvreplay.connectors.offloading.layout import OffloadLayout
 from kvreplay.connectors.offloading.structs import TransferJob
 from kvreplay.errors import engine_asserts
 from kvreplay.kv.content import WordArray
+from kvreplay.kv.integrity import damage_mask
 from kvreplay.kv.memory import History, KVMemory, Provenance
 from kvreplay.kv.prefix_cache import BlockIds
 from kvreplay.sim.envelope import Corruption
-
-_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 _engine_asserts = partial(engine_asserts, where="transfer_async")
 
@@ -191,11 +190,9 @@ def _hits(
 
 
 def _damaged(words: WordArray, hits: Sequence[tuple[int, Corruption]]) -> WordArray:
-    """Every word of a hit block changes, so that no part of it stays usable by luck."""
     if not hits:
         return words
     damaged = words.copy()
-    ramp = np.arange(1, words.shape[1] + 1, dtype=np.uint64) * _MIX
     for index, corruption in hits:
-        damaged[index] ^= (ramp ^ np.uint64(corruption.draw & 0xFFFF_FFFF_FFFF_FFFF)) | np.uint64(1)
+        damaged[index] ^= damage_mask(corruption.draw, words.shape[1])
     return damaged

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from kvreplay.connectors.offloading.arrays import Mask
 from kvreplay.kv.allocation import words_and_tensor
 from kvreplay.kv.content import WordArray
+from kvreplay.kv.integrity import checksums
 from kvreplay.kv.memory import History
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 Places = NDArray[np.int64]
 """Of blocks in the tier: chunk * blocks per chunk + place in it."""
@@ -97,12 +96,3 @@ class CpuBuffers:
 
     def _span(self, chunk_id: int) -> tuple[int, int]:
         return chunk_id * self.blocks_per_chunk, (chunk_id + 1) * self.blocks_per_chunk
-
-
-def checksums(words: WordArray) -> WordArray:
-    """One word per block that any change of the block changes."""
-    ramp = np.arange(1, words.shape[1] + 1, dtype=np.uint64) * _MIX
-    mixed = (words ^ ramp) * _MIX
-    mixed ^= mixed >> np.uint64(29)
-    sums: WordArray = (mixed * (ramp | np.uint64(1))).sum(axis=1, dtype=np.uint64)
-    return sums
