@@ -1,10 +1,8 @@
-"""Names for identifiers and units that cross package boundaries."""
+"""Names for identifiers and units that cross package boundaries, and how units are converted and counted."""
 
 from typing import TypeAlias
 
-RequestId: TypeAlias = str
 InstanceId: TypeAlias = str
-TransferId: TypeAlias = str
 BlockId: TypeAlias = int
 
 NULL_BLOCK_ID: BlockId = 0
@@ -13,3 +11,13 @@ NULL_BLOCK_ID: BlockId = 0
 NS_PER_US = 1_000
 NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
+
+
+def nanoseconds(seconds: float) -> int:
+    """To the nearest one: what a configuration or a file says in seconds, as all times within kvreplay."""
+    return round(seconds * NS_PER_S)
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 request`, `1,200 requests`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

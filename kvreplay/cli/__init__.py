@@ -15,7 +15,7 @@ def main() -> NoReturn:
     if not __debug__:
         # Asserts tell a bug of ours from the replayed engine's misbehaviour; without them a verdict means nothing.
         sys.stderr.write("error: kvreplay needs its asserts; start it without -O and PYTHONOPTIMIZE\n")
-        sys.exit(2)
+        sys.exit(2)  # ProcessStatus.USAGE, without the imports that it takes
     # None where the descriptor was closed before we started.
     sys.stdout = sys.stdout or _unwritable()
     sys.stderr = sys.stderr or _unwritable()
@@ -24,7 +24,7 @@ def main() -> NoReturn:
 
         status = run_app(sys.argv[1:])
     except KeyboardInterrupt:
-        # While modules are still being imported.
+        # While modules are still being imported, so that ProcessStatus.INTERRUPTED may not be there.
         status = 130
     _leave(status)
 

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 class ProcessStatus(IntEnum):
-    """How the process ends where no verdict says so."""
+    """How the process ends where no verdict (`verdict.exit_status.ExitStatus`) says so."""
 
     DONE = 0
+    BUG = 1  # ours: what Python exits with after an exception that nobody catches, and what nothing else may use
     USAGE = 2
     INTERRUPTED = 130
     PIPE_CLOSED = 141  # 128 + SIGPIPE, as a shell shows it

@@ -13,13 +13,13 @@ from kvreplay.conformance.mooncake_memory import page_bytes
 from kvreplay.conformance.mooncake_scenario import SIDES, Scenario
 from kvreplay.conformance.mooncake_side import Conditions, Side
 from kvreplay.conformance.mooncake_transcript import Transcript
-from kvreplay.conformance.mooncake_wire import Proxy, Rules, SteadyNetwork, seconds
+from kvreplay.conformance.mooncake_wire import Proxy, Rules, SteadyNetwork
 from kvreplay.conformance.mooncake_world import WIRE, SocketWorld, VirtualWorld, World
 from kvreplay.conformance.vector import Json
 from kvreplay.connectors.mooncake.identity import WorkerIdentity
 from kvreplay.connectors.mooncake.structs import STRAY_FRAMES
 from kvreplay.errors import ConfigError, EngineFatal
-from kvreplay.ids import NS_PER_MS
+from kvreplay.ids import NS_PER_MS, nanoseconds
 from kvreplay.sim.envelope import Envelope
 
 _POLL_NS: Final = 10 * NS_PER_MS
@@ -136,7 +136,7 @@ class Driver:
         self.sides["P"].watch_entries()
 
     def _run_for(self, duration_s: float) -> None:
-        self._run_until(self.loop.now_ns + seconds(duration_s))
+        self._run_until(self.loop.now_ns + nanoseconds(duration_s))
 
     # -- actions ----------------------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class Driver:
         options = options or {}
         until = options.get("until", [])
         conditions = [until] if isinstance(until, str) else until
-        end_ns = self.loop.now_ns + seconds(duration_s)
+        end_ns = self.loop.now_ns + nanoseconds(duration_s)
         met = False
         while self.loop.now_ns < end_ns:
             for kind in options.get("sides", "PD"):
@@ -228,7 +228,7 @@ class Driver:
 
     def _do_block_loop(self, duration_s: float) -> None:
         for worker in self.sides["P"].workers:
-            worker.connector.stall_sender(seconds(duration_s))
+            worker.connector.stall_sender(nanoseconds(duration_s))
 
     def _do_expire_now(self, *transfer_ids: str) -> None:
         for producer in self.sides["P"].producers.values():

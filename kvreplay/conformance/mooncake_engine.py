@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from kvreplay.conformance.mooncake_scenario import matches
 from kvreplay.conformance.mooncake_transcript import Transcript
-from kvreplay.conformance.mooncake_wire import REAL, Rule, seconds
+from kvreplay.conformance.mooncake_wire import REAL, Rule
 from kvreplay.connectors.mooncake.identity import WorkerIdentity
 from kvreplay.connectors.mooncake.structs import WriteData
+from kvreplay.ids import nanoseconds
 from kvreplay.sim.envelope import (
     WRITE_DATA,
     Delivery,
@@ -80,11 +81,11 @@ class ScriptedEngine:
             payload = replace(envelope.payload, session=owner.session)
             envelope = replace(envelope, destination=owner.memory_address, payload=payload)
         data: WriteData = envelope.payload
-        delay_ns = seconds(rule.get("delay", 0))
+        delay_ns = nanoseconds(rule.get("delay", 0))
         extent = {"all": len(descriptors), "none": 0}.get(rule.get("copy", "all"), rule.get("copy"))
         bytes_land = replace(data, lands=slice(0, extent), returns=False)
         returns = replace(data, lands=slice(0, 0), raises=rule.get("raise"))
-        landing_ns = delay_ns + seconds(rule.get("late", 0))
+        landing_ns = delay_ns + nanoseconds(rule.get("late", 0))
         self._after(landing_ns, lambda: self._on_landed(rule, worker, number, descriptors))
         self._after(delay_ns, lambda: self._on_returned(rule, worker, number))
         result = rule.get("ret", 0)

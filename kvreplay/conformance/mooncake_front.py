@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from kvreplay.conformance.mooncake_transcript import Transcript
-from kvreplay.conformance.mooncake_wire import REAL, Rule, seconds
+from kvreplay.conformance.mooncake_wire import REAL, Rule
 from kvreplay.connectors.mooncake.bootstrap import BootstrapServer
 from kvreplay.connectors.mooncake.discovery import CLOSED
 from kvreplay.connectors.mooncake.structs import BootstrapAnswer, BootstrapQuery
+from kvreplay.ids import nanoseconds
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.envelope import (
     BOOTSTRAP_ANSWER,
@@ -81,7 +82,7 @@ class BootstrapFront:
         self._answer(query, answer)
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
-        self._bus.loop.call_later(seconds(delay_s), action)
+        self._bus.loop.call_later(nanoseconds(delay_s), action)
 
     def _answer(self, query: Envelope, answer: BootstrapAnswer) -> None:
         self._bus.post(

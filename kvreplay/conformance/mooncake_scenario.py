@@ -105,7 +105,6 @@ class _Document(msgspec.Struct):
     note: str = ""
     mode: str = "conn"
     debug: bool = False
-    keep_setup: bool = False
     common: dict[str, Any] = msgspec.field(default_factory=dict)
     producer: dict[str, Any] = msgspec.field(default_factory=dict, name="P")
     consumer: dict[str, Any] = msgspec.field(default_factory=dict, name="D")

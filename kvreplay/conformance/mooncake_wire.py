@@ -9,7 +9,7 @@ import msgspec
 from kvreplay.conformance.mooncake_scenario import matches
 from kvreplay.conformance.mooncake_transcript import Transcript
 from kvreplay.conformance.vector import Json
-from kvreplay.ids import NS_PER_MS, NS_PER_S
+from kvreplay.ids import NS_PER_MS, nanoseconds
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.envelope import (
     BOOTSTRAP_ANSWER,
@@ -72,10 +72,6 @@ REAL: Final = "-real"
 """Ends the names of producer workers themselves; without it they are their proxies'."""
 
 
-def seconds(value: float) -> int:
-    return round(value * NS_PER_S)
-
-
 # -- pulls and replies ------------------------------------------------------------------------------------
 
 
@@ -133,7 +129,7 @@ class Proxy:
         self._num_of: dict[str, int] = {}
         self._free_at_ns = 0
         if late_s:
-            bus.loop.call_later(seconds(late_s), self._bind_late)
+            bus.loop.call_later(nanoseconds(late_s), self._bind_late)
         else:
             bus.listen(name, self._receive)
 
@@ -187,7 +183,7 @@ class Proxy:
                 for answer in (rule or {})["frames"]:
                     self._deliver(connection, msgspec.msgpack.encode(answer), forged=True)
             case "delay":
-                delay_ns = seconds((rule or {})["s"])
+                delay_ns = nanoseconds((rule or {})["s"])
         for place, each in enumerate(frames):
             forwarded = replace(envelope, source=self._name, destination=self._target, payload=each)
             later_ns = delay_ns + place * self._timing.repeat_ns
@@ -204,7 +200,9 @@ class Proxy:
         elif act == "delay":
             fault = {"act": "delay", "s": rule["s"]}
             self._wire(connection, "rep", kind, fields, frame, fault=fault, delivered=False)
-            self._bus.loop.call_later(seconds(rule["s"]), lambda: self._deliver(connection, frame, forged="delayed"))
+            self._bus.loop.call_later(
+                nanoseconds(rule["s"]), lambda: self._deliver(connection, frame, forged="delayed")
+            )
         elif act in ("replace", "edit"):
             self._wire(connection, "rep", kind, fields, frame, fault={"act": act}, delivered=False)
             self._deliver(connection, _forged_reply(fields, rule), forged=True)

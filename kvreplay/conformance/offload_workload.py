@@ -12,15 +12,9 @@ from msgspec import Meta, Struct, field
 
 from kvreplay.conformance.vector import Json, UnsupportedVectorError
 from kvreplay.conformance.workload import Count, EngineSpec, GroupSpec, Positive, RequestSpec, StepEvent
-from kvreplay.connectors.offloading.layout import (
-    CHUNKED_LOCAL,
-    FULL,
-    MAMBA,
-    SLIDING_WINDOW,
-    OffloadGroup,
-    OffloadLayout,
-)
+from kvreplay.connectors.offloading.layout import OffloadGroup, OffloadLayout
 from kvreplay.errors import ConfigError
+from kvreplay.kv.specs import CHUNKED_LOCAL, FULL, MAMBA, SLIDING_WINDOW
 
 Delay = Count | list[Count]
 """In steps; of a list the n-th for the n-th job of its kind, the last value for all that follow."""

@@ -49,25 +49,21 @@ def format_duration(duration_ns: int) -> str:
 
 
 def parse_probability(text: str) -> float:
-    what = "a probability above 0, up to 1"
-    value = _parse_float(text, what)
-    if not 0.0 < value <= 1.0:
-        raise ValueError(f"must be {what}, got {text!r}")
-    return value
+    return _parse_part(text, "probability")
 
 
 def parse_share(text: str) -> float:
-    value = _parse_float(text, "a share above 0, up to 1")
-    if not 0.0 < value <= 1.0:
-        raise ValueError(f"must be a share above 0, up to 1, got {text!r}")
-    return value
+    return _parse_part(text, "share")
 
 
-def _parse_float(text: str, what: str) -> float:
+def _parse_part(text: str, what: str) -> float:
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        raise ValueError(f"must be {what}, got {text!r}") from None
+        value = 0.0
+    if not 0.0 < value <= 1.0:
+        raise ValueError(f"must be a {what} above 0, up to 1, got {text!r}")
+    return value
 
 
 def format_float(value: float) -> str:

@@ -6,7 +6,7 @@ from kvreplay.checkers.hit_attainable import short_window, withheld_hit
 from kvreplay.checkers.store_content import foreign_blocks
 from kvreplay.connectors.offloading.accounts import OffloadAccounts
 from kvreplay.connectors.offloading.behaviour import offload_behaviour
-from kvreplay.connectors.offloading.config import OffloadingConfig, nanoseconds
+from kvreplay.connectors.offloading.config import OffloadingConfig
 from kvreplay.connectors.offloading.cpu_buffers import ChunkContents
 from kvreplay.connectors.offloading.cpu_manager import CPUOffloadingManager
 from kvreplay.connectors.offloading.groups import engine_layout, num_chunks, rank_layout
@@ -19,6 +19,7 @@ from kvreplay.connectors.offloading.storage_tier import StorageTier
 from kvreplay.connectors.offloading.structs import TransferJob
 from kvreplay.connectors.offloading.tiering import TieringOffloadingManager
 from kvreplay.connectors.offloading.workers import OffloadingWorkers
+from kvreplay.ids import nanoseconds
 from kvreplay.kv.memory import KVMemory
 from kvreplay.replay.findings import LiveFindings
 from kvreplay.replay.tier_owner import TierOwner

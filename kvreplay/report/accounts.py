@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Final
 
+from kvreplay.ids import plural
 from kvreplay.report.layout import INDENT, Column, Line, Section, more, table, title, verbatim
 from kvreplay.report.sparkline import columns, sparkline
-from kvreplay.report.words import causes, duration, number, percent, share
+from kvreplay.report.words import by_size, causes, duration, number, percent, share
 from kvreplay.verdict.model import Series, Summary
-from kvreplay.verdict.verdict import plural
 
 MAX_INSTANCES: Final = 32
 MAX_PLOT_WIDTH: Final = 120
@@ -19,7 +19,7 @@ _LEFT, _RIGHT = Column(""), Column("", "right")
 def recomputed_section(summary: Summary) -> Section:
     tokens, computed = summary.recomputed_tokens, summary.computed_tokens
     yield title("Recomputed tokens", f"{number(tokens.total)}, {share(tokens.total, computed)} of all computed")
-    rows = [(cause, number(count), share(count, tokens.total)) for cause, count in _by_size(tokens.by_cause)]
+    rows = [(cause, number(count), share(count, tokens.total)) for cause, count in by_size(tokens.by_cause)]
     rows.append(("(all computed)", number(computed), ""))
     if summary.loaded_tokens or summary.loads.started:
         rows.append(("(all loaded)", number(summary.loaded_tokens), ""))
@@ -36,14 +36,10 @@ def evicted_section(summary: Summary) -> Section:
     rows = [
         (cause, f"group {group}", number(count))
         for group, causes in evicted.by_group_and_cause.items()
-        for cause, count in _by_size(causes)
+        for cause, count in by_size(causes)
     ]
     if rows:
         yield table([_LEFT, _LEFT, _RIGHT], rows)
-
-
-def _by_size(counts: dict[str, int]) -> list[tuple[str, int]]:
-    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
 def instances_section(summary: Summary) -> Section:

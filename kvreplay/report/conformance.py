@@ -10,6 +10,7 @@ from rich.console import Console
 from kvreplay.conformance.compare import Difference
 from kvreplay.conformance.finding import VectorFinding
 from kvreplay.conformance.suite import Outcome, Result, Tally, tallies
+from kvreplay.ids import plural
 from kvreplay.report.layout import Column, Line, Rows, print_part
 
 MAX_SHOWN: Final = 6
@@ -67,7 +68,7 @@ def print_skipped(console: Console, outcomes: Iterable[Outcome], reason: str) ->
     """Those that were skipped for this reason, by kind: `skipped  139 scheduler vectors  nothing in it ...`."""
     kinds = Counter(outcome.kind for outcome in outcomes if outcome.reason == reason)
     for kind, count in sorted(kinds.items(), key=lambda item: str(item[0])):
-        line = f"{Result.SKIPPED}  {count:,} {kind} vector{'s' * (count > 1)}  {reason}"
+        line = f"{Result.SKIPPED}  {plural(count, f'{kind} vector')}  {reason}"
         print_part(console, Line(line, style=_STYLES[Result.SKIPPED]))
 
 

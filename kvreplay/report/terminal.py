@@ -6,6 +6,7 @@ from typing import Final
 from rich.console import Console
 from rich.text import Text
 
+from kvreplay.ids import plural
 from kvreplay.report.accounts import evicted_section, instances_section, over_time_section, recomputed_section
 from kvreplay.report.baseline import baseline_section
 from kvreplay.report.layout import INDENT, Column, Line, Section, print_sections, table, title, verbatim
@@ -14,7 +15,6 @@ from kvreplay.report.tiers import tiers_section
 from kvreplay.report.trouble import crashes_section, stalled_section, violations_section
 from kvreplay.report.words import ALWAYS_SHOWN, OUTCOMES, causes, duration, listed, number, share
 from kvreplay.verdict.model import FaultCount, InEffect, Percentiles, Summary
-from kvreplay.verdict.verdict import plural
 
 _STYLES: Final = {"passed": "bold green", "violated": "bold yellow", "stalled": "bold magenta", "crashed": "bold red"}
 

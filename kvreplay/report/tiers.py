@@ -1,9 +1,9 @@
 """The tiers behind the GPU's pool: what they held, moved and saved."""
 
+from kvreplay.ids import plural
 from kvreplay.report.layout import INDENT, Column, Line, Section, table, title
 from kvreplay.report.words import duration, listed, number, share, size
 from kvreplay.verdict.model import Direction, Summary
-from kvreplay.verdict.verdict import plural
 
 _LEFT, _RIGHT = Column(""), Column("", "right")
 

@@ -5,10 +5,10 @@ from typing import Final
 
 from rich.console import RenderableType
 
+from kvreplay.ids import plural
 from kvreplay.report.layout import INDENT, WIDE, Column, Line, Section, more, table, title
 from kvreplay.report.words import instant, listed, number
 from kvreplay.verdict.model import Stall, Summary, Violation
-from kvreplay.verdict.verdict import plural
 
 MAX_STALLS: Final = 10
 MAX_GROUPS: Final = 10

@@ -53,7 +53,7 @@ def instant(seconds: float) -> str:
 
 def listed(counts: Mapping[str, int]) -> str:
     """`240 failed, 3 stalled`; the most first."""
-    return ", ".join(f"{count:,} {name}" for name, count in _by_size(counts))
+    return ", ".join(f"{count:,} {name}" for name, count in by_size(counts))
 
 
 def causes(counts: Mapping[str, int], most: int = 4) -> str:
@@ -61,13 +61,14 @@ def causes(counts: Mapping[str, int], most: int = 4) -> str:
     named = {name or "without a cause": count for name, count in counts.items()}
     if len(named) == 1:
         return "".join(counts)
-    ordered = _by_size(named)
+    ordered = by_size(named)
     parts = [f"{name} ({count:,})" for name, count in ordered[:most]]
     rest = sum(count for _, count in ordered[most:])
     return ", ".join([*parts, f"{len(ordered) - most:,} other causes ({rest:,})"] if rest else parts)
 
 
-def _by_size(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+def by_size(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    """The most first; by name where there are as many."""
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreplay.errors import ConfigError
-from kvreplay.ids import NS_PER_S
+from kvreplay.ids import NS_PER_S, nanoseconds
 from kvreplay.kv.content_index import mix64
 from kvreplay.sim.rng import generator, stable_hash
 from kvreplay.trace.digest import file_digest
@@ -161,7 +161,7 @@ def _in_order_of_time(options: SynthOptions) -> list[Arrival]:
             time_ns, session = next_session_ns, num_sessions
             chains[session] = _HashChain(options, session, rng["system"])
             turn = _first_turn(options, session, *draw_pair(), draw_turns())
-            next_session_ns += round(gap_s() * NS_PER_S)
+            next_session_ns += nanoseconds(gap_s())
             num_sessions += 1
         else:
             time_ns, session, turn = heappop(waiting)
@@ -176,7 +176,7 @@ def _in_order_of_time(options: SynthOptions) -> list[Arrival]:
             del chains[session]
         else:
             think_s = rng["think"].expovariate(1 / options.think_s) if options.think_s else 0
-            heappush(waiting, (time_ns + round(think_s * NS_PER_S), session, later))
+            heappush(waiting, (time_ns + nanoseconds(think_s), session, later))
     return arrivals
 
 
@@ -250,5 +250,5 @@ def _aborts(options: SynthOptions, arrivals: list[Arrival]) -> list[ClientAbort]
         is_aborted = rng.random() < options.abort
         patience_s = rng.expovariate(1 / options.abort_after_s) if options.abort_after_s else 0
         if is_aborted:
-            aborts.append(ClientAbort(arrival.request_id, arrival.time_ns + round(patience_s * NS_PER_S)))
+            aborts.append(ClientAbort(arrival.request_id, arrival.time_ns + nanoseconds(patience_s)))
     return sorted(aborts, key=lambda abort: abort.time_ns)

@@ -11,7 +11,7 @@ import polars as pl
 from kvreplay.checkers.finding import Finding, recorded_findings
 from kvreplay.checkers.frames import rows_of
 from kvreplay.checkers.no_fatal import is_action_on_instance, is_of_whole_instance, unfaulted_failures
-from kvreplay.ids import NS_PER_S
+from kvreplay.ids import NS_PER_S, nanoseconds
 from kvreplay.sim.event_loop import FOREVER_NS
 from kvreplay.verdict import counts
 from kvreplay.verdict.attach import Attached, StallKey, attach
@@ -53,7 +53,7 @@ def summarise(frame: pl.DataFrame, facts: RunFacts, findings: Sequence[Finding] 
     `wall_seconds` is None, and nothing else depends on when or where this runs.
     """
     virtual_ns = int(frame["time_ns"][-1]) if frame.height else 0
-    overdue_after_ns = round(facts.in_effect.overdue_after_s * NS_PER_S)
+    overdue_after_ns = nanoseconds(facts.in_effect.overdue_after_s)
     found = outcomes(frame, facts.path_timers_ns + overdue_after_ns)
     faults = _fault_rows(frame)
     became = _faults(faults, found, facts.faults)

@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 
 from kvreplay.behaviour import nearest
 from kvreplay.errors import ConfigError
+from kvreplay.ids import plural
 from kvreplay.verdict.exit_status import ExitStatus
 from kvreplay.verdict.model import DEFAULT_FAIL_ON, Crash, Requests, Stall, Violation, Word
 
@@ -44,11 +45,6 @@ def parse_fail_on(text: str) -> tuple[str, ...]:
         if word not in known:
             raise ConfigError(f"--fail-on {text}: {word!r} is none of {', '.join(known)}{nearest(word, known)}")
     return tuple(word for word in FAIL_ON if word in words or (DEFAULT in words and word in DEFAULT_FAIL_ON))
-
-
-def plural(count: int, noun: str) -> str:
-    """`1 request`, `1,200 requests`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def judge(

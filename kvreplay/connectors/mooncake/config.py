@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvreplay.errors import ConfigError
-from kvreplay.ids import NS_PER_S, InstanceId
+from kvreplay.ids import NS_PER_S, InstanceId, nanoseconds
 
 BOOTSTRAP_ATTEMPTS: Final = 3
 BOOTSTRAP_RETRY_NS: Final = NS_PER_S // 10
@@ -84,7 +84,3 @@ class MooncakeConfig:
         if self.receive_timeout is not None:
             return nanoseconds(self.receive_timeout)
         return nanoseconds(self.abort_request_timeout + RECEIVE_TIMEOUT_MARGIN_S)
-
-
-def nanoseconds(seconds: float) -> int:
-    return round(seconds * NS_PER_S)

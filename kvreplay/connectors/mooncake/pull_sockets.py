@@ -58,8 +58,11 @@ class PullSockets:
         """Identities of sockets → the pulls for which they were, over or not."""
         self._num_sockets = 0
 
-    def send(self, envelope: Envelope, endpoint: str) -> None:
-        """A pull, or what a stranger sends before it. Another attempt has another socket, as vLLM's has."""
+    def send(self, envelope: Envelope, endpoint: str) -> bool:
+        """A pull, or what a stranger sends before it. Another attempt has another socket, as vLLM's has.
+
+        True: that nobody takes it is nothing that a DEALER socket would say.
+        """
         pull = self._pulls.get(envelope.conversation)
         if pull is not None and pull.asked.attempt != envelope.attempt:
             self._forget(envelope.conversation)
@@ -77,6 +80,7 @@ class PullSockets:
             frames = [payload if isinstance(payload, bytes) else encode(payload)]
         if self._sockets.send(pull.socket, frames):
             self._traffic.sent(pull.connection)
+        return True
 
     def asked_as(self, identity: str) -> Envelope | None:
         """The pull of the socket that a producer knows by this name."""

@@ -4,7 +4,7 @@ from typing import Final
 
 from kvreplay.connectors.mooncake import log
 from kvreplay.connectors.mooncake.addresses import bootstrap_address
-from kvreplay.connectors.mooncake.config import BOOTSTRAP_ATTEMPTS, MooncakeConfig, nanoseconds
+from kvreplay.connectors.mooncake.config import BOOTSTRAP_ATTEMPTS, MooncakeConfig
 from kvreplay.connectors.mooncake.discovery import REFUSED, TIMEOUT, exception_of
 from kvreplay.connectors.mooncake.log import LogSink
 from kvreplay.connectors.mooncake.structs import (
@@ -14,6 +14,7 @@ from kvreplay.connectors.mooncake.structs import (
     encode_registration,
 )
 from kvreplay.errors import EngineFatal
+from kvreplay.ids import nanoseconds
 from kvreplay.sim.envelope import BOOTSTRAP_REGISTER, BOOTSTRAP_REGISTERED, Envelope
 from kvreplay.transport.machine import Deadlines
 

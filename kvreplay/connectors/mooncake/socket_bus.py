@@ -116,6 +116,19 @@ class SocketBus(Bus):
         self.num_exchanges = 0
         """Requests that its HTTP servers have taken."""
         self._calls: dict[str, tuple[HttpCall, Connection]] = {}
+        self._send_back: Mapping[str, Callable[[Envelope], bool]] = {
+            PULL_REPLY: self._send_reply,
+            WRITE_DONE: self._send_done,
+        }
+        """Goes the way that it was asked for."""
+        self._send_to: Mapping[str, Callable[[Envelope, str], bool]] = {
+            PULL_REQUEST: self._pulls.send,
+            STRAY_FRAMES: self._pulls.send,
+            WRITE_DATA: self._send_write,
+            BOOTSTRAP_QUERY: self._call_bootstrap,
+            BOOTSTRAP_REGISTER: self._call_bootstrap,
+        }
+        """Goes to where its destination listens."""
 
     # -- where who listens --------------------------------------------------------------------------------
 
@@ -238,24 +251,14 @@ class SocketBus(Bus):
 
     def _send_out(self, envelope: Envelope) -> bool:
         """False: nobody listens there."""
-        match envelope.kind:
-            case "pull.reply":
-                return self._send_reply(envelope)
-            case "write.done":
-                return self._send_done(envelope)
-        endpoint = self._directory.get(envelope.destination) or self._endpoints.get(envelope.destination)
+        kind, destination = envelope.kind, envelope.destination
+        if kind in self._send_back:
+            return self._send_back[kind](envelope)
+        endpoint = self._directory.get(destination) or self._endpoints.get(destination)
         if endpoint is None:
             return False
-        match envelope.kind:
-            case "pull.request" | "stray.frames":
-                self._pulls.send(envelope, endpoint)
-            case "write.data":
-                return self._send_write(envelope, endpoint)
-            case "bootstrap.query" | "bootstrap.register":
-                self._call_bootstrap(envelope, endpoint)
-            case kind:
-                raise AssertionError(f"{kind} to {envelope.destination}")
-        return True
+        assert kind in self._send_to, f"{kind} to {destination}"
+        return self._send_to[kind](envelope, endpoint)
 
     def asked_as(self, identity: str) -> Envelope | None:
         """The pull of the socket that its producer knows by this name; None: none of this process's."""
@@ -396,7 +399,7 @@ class SocketBus(Bus):
         else:
             exchange.answer(answer.status, answer.body or b"")
 
-    def _call_bootstrap(self, envelope: Envelope, endpoint: str) -> None:
+    def _call_bootstrap(self, envelope: Envelope, endpoint: str) -> bool:
         conversation = envelope.conversation
         self._hang_up(conversation)
 
@@ -417,6 +420,7 @@ class SocketBus(Bus):
         self._calls[conversation] = call, connection
         self.traffic.opened(connection)
         self.traffic.sent(connection)
+        return True
 
     def _hang_up(self, conversation: str) -> None:
         """The call is over, or another one takes its place."""
@@ -440,10 +444,6 @@ class SocketBus(Bus):
         for call, _ in self._calls.values():
             call.cancel()
         self._sockets.close_all()
-
-    @property
-    def num_open_sockets(self) -> int:
-        return len(self._sockets) + len(self._servers)
 
 
 def _place_of(envelope: Envelope) -> Place:

@@ -6,7 +6,6 @@ from typing import Final, Literal
 
 from kvreplay.connectors.offloading.layout import OffloadGroup, OffloadLayout
 from kvreplay.errors import ConfigError
-from kvreplay.ids import NS_PER_S
 
 _COPY_BYTES_PER_S: Final = 40_000_000_000
 """PCIe 5.0 x16 carries 64 GB/s each way; what copies of a megabyte get of it is our assumption, two thirds. vLLM's blog
@@ -135,7 +134,3 @@ class OffloadingConfig:
             enable_prefix_caching=enable_prefix_caching,
             fine_grained_hits=fine_grained_hits,
         )
-
-
-def nanoseconds(seconds: float) -> int:
-    return round(seconds * NS_PER_S)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvreplay.connectors.offloading.config import OffloadingConfig, nanoseconds
+from kvreplay.connectors.offloading.config import OffloadingConfig
 from kvreplay.connectors.offloading.structs import TransferJob
 from kvreplay.connectors.offloading.worker import QUEUES, STORES, CopyResult
-from kvreplay.ids import NS_PER_S
+from kvreplay.ids import NS_PER_S, nanoseconds
 from kvreplay.sim.envelope import COPY_DONE, Corruption, Envelope
 from kvreplay.sim.event_loop import FOREVER_NS
 from kvreplay.transport.machine import Deadline, Deadlines

@@ -5,25 +5,25 @@ from dataclasses import replace
 from typing import Final
 
 from kvreplay.connectors.offloading.config import OffloadingConfig
-from kvreplay.connectors.offloading.layout import (
+from kvreplay.connectors.offloading.layout import OffloadGroup, OffloadLayout
+from kvreplay.kv.cache_manager import KVCacheManager
+from kvreplay.kv.specs import (
     CHUNKED_LOCAL,
     FULL,
     MAMBA,
+    MLA,
     SLIDING_WINDOW,
-    OffloadGroup,
-    OffloadLayout,
+    SLIDING_WINDOW_MLA,
+    KVCacheGroupSpec,
 )
-from kvreplay.kv import specs
-from kvreplay.kv.cache_manager import KVCacheManager
-from kvreplay.kv.specs import KVCacheGroupSpec
 
 _KINDS: Final[Mapping[str, str]] = {
-    specs.FULL: FULL,
-    specs.MLA: FULL,
-    specs.SLIDING_WINDOW: SLIDING_WINDOW,
-    specs.SLIDING_WINDOW_MLA: SLIDING_WINDOW,
-    specs.CHUNKED_LOCAL: CHUNKED_LOCAL,
-    specs.MAMBA: MAMBA,
+    FULL: FULL,
+    MLA: FULL,
+    SLIDING_WINDOW: SLIDING_WINDOW,
+    SLIDING_WINDOW_MLA: SLIDING_WINDOW,
+    CHUNKED_LOCAL: CHUNKED_LOCAL,
+    MAMBA: MAMBA,
 }
 
 

@@ -5,14 +5,9 @@ A *chunk* is `blocks_per_chunk` consecutive blocks of one group and the unit of 
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
 
 from kvreplay.errors import ConfigError
-
-FULL: Final = "full"
-SLIDING_WINDOW: Final = "sliding_window"
-CHUNKED_LOCAL: Final = "chunked_local"
-MAMBA: Final = "mamba"
+from kvreplay.kv.specs import CHUNKED_LOCAL, FULL, MAMBA, SLIDING_WINDOW, cdiv
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +48,9 @@ class OffloadGroup:
         if self.kind == MAMBA:
             return 1
         assert self.window is not None, self
-        chunks = _ceil(self.window, self.tokens_per_chunk)
+        chunks = cdiv(self.window, self.tokens_per_chunk)
         if self.kind == SLIDING_WINDOW:
-            chunks = max(chunks, _ceil(self.window - 1 + self.extra_retained_tokens, self.tokens_per_chunk))
+            chunks = max(chunks, cdiv(self.window - 1 + self.extra_retained_tokens, self.tokens_per_chunk))
         return chunks
 
     def load_window_chunks(self, end: int) -> int:
@@ -65,7 +60,7 @@ class OffloadGroup:
             assert self.window is not None
             padding = -end % self.tokens_per_chunk
             reach = self.window - 1 + self.extra_retained_tokens + padding
-            chunks = max(chunks, _ceil(reach, self.tokens_per_chunk))
+            chunks = max(chunks, cdiv(reach, self.tokens_per_chunk))
         return chunks
 
 
@@ -160,7 +155,3 @@ class OffloadLayout:
     @cached_property
     def max_proof_margin(self) -> int:
         return max(self.proof_margin(group) for group in self.groups)
-
-
-def _ceil(value: int, unit: int) -> int:
-    return -(-value // unit)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvreplay.connectors.offloading.arrays import Mask
-from kvreplay.connectors.offloading.layout import MAMBA, SLIDING_WINDOW, OffloadGroup
+from kvreplay.connectors.offloading.layout import OffloadGroup
+from kvreplay.kv.specs import MAMBA, SLIDING_WINDOW
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from typing import Protocol
 
 import numpy as np
 
-from kvreplay.connectors.offloading.config import OffloadingConfig, nanoseconds
+from kvreplay.connectors.offloading.config import OffloadingConfig
 from kvreplay.connectors.offloading.context import OffloadPolicy, RequestContext
 from kvreplay.connectors.offloading.cpu_buffers import ChunkContents
 from kvreplay.connectors.offloading.manager import LookupResult
 from kvreplay.connectors.offloading.tiering import TierJob, TierResult
-from kvreplay.ids import NS_PER_S
+from kvreplay.ids import NS_PER_S, nanoseconds
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.envelope import COPY_DONE, COPY_JOB, Answer, Envelope
 from kvreplay.sim.event_loop import Timer

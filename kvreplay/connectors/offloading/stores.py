@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvreplay.connectors.offloading.arrays import NO_KEYS, ChunkIds, Keys, Mask
 from kvreplay.connectors.offloading.behaviour import OffloadBehaviour
 from kvreplay.connectors.offloading.keys import KeySpace
-from kvreplay.connectors.offloading.layout import SLIDING_WINDOW, OffloadGroup, OffloadLayout
+from kvreplay.connectors.offloading.layout import OffloadGroup, OffloadLayout
 from kvreplay.connectors.offloading.ledger import Job, JobLedger
 from kvreplay.connectors.offloading.manager import OffloadingManager, StorePlan
 from kvreplay.connectors.offloading.reachable import Horizon, StoreMask
@@ -22,6 +22,7 @@ from kvreplay.connectors.offloading.structs import GpuBlocks, TransferJob
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.errors import EngineFatal
 from kvreplay.kv.prefix_cache import BlockIds
+from kvreplay.kv.specs import SLIDING_WINDOW
 
 Indices = NDArray[np.int64]
 _NO_BLOCKS: BlockIds = np.empty(0, np.int64)

@@ -10,7 +10,7 @@ from functools import partial
 
 from kvreplay.connectors.offloading import copies
 from kvreplay.connectors.offloading.behaviour import OffloadBehaviour
-from kvreplay.connectors.offloading.config import OffloadingConfig, nanoseconds
+from kvreplay.connectors.offloading.config import OffloadingConfig
 from kvreplay.connectors.offloading.copy_queues import CopyOrder, CopyQueues, conversation_of
 from kvreplay.connectors.offloading.cpu_buffers import ChunkContents, CpuBuffers
 from kvreplay.connectors.offloading.layout import OffloadLayout
@@ -18,6 +18,7 @@ from kvreplay.connectors.offloading.manager_bus import is_watched
 from kvreplay.connectors.offloading.reports import RankReport, ReportBox
 from kvreplay.connectors.offloading.structs import OffloadingConnectorMetadata, OffloadingOutput, TransferJob
 from kvreplay.connectors.offloading.worker import CopyResult, OffloadingWorker
+from kvreplay.ids import nanoseconds
 from kvreplay.kv.memory import KVMemory
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.envelope import COPY_DONE, COPY_JOB, RANK_REPORT, Answer, Corruption, Envelope

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvreplay.connectors.simple_cpu.config import SimpleCpuConfig
 from kvreplay.connectors.simple_cpu.structs import CopyEvent, SimpleCpuMetadata, SimpleCpuOutput
-from kvreplay.ids import NS_PER_S
+from kvreplay.ids import NS_PER_S, nanoseconds
 from kvreplay.kv.content import WordArray
 from kvreplay.kv.memory import History, KVMemory
 from kvreplay.sim.bus import Bus
@@ -141,7 +141,7 @@ class SimpleCpuWorkers:
             )
         )
         start_ns = max(loop.now_ns, not_before_ns, stream.free_at_ns)
-        duration_ns = round(config.copy_latency * NS_PER_S) + -(-size * NS_PER_S // config.copy_bytes_per_s)
+        duration_ns = nanoseconds(config.copy_latency) + -(-size * NS_PER_S // config.copy_bytes_per_s)
         end_ns = FOREVER_NS if answer.never else min(start_ns + duration_ns + answer.delay_ns, FOREVER_NS)
         stream.free_at_ns = end_ns
         waiting = _Waiting(event, end_ns, bool(answer.payload), None)

@@ -17,7 +17,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from kvreplay.errors import TraceError
-from kvreplay.ids import NS_PER_MS, NS_PER_S
+from kvreplay.ids import NS_PER_MS, nanoseconds
 from kvreplay.kv.content_index import mix64_arrays
 from kvreplay.trace.workload import MAX_REQUEST_TOKENS, Arrival, Workload
 from kvreplay.trace.writer import reason
@@ -162,7 +162,7 @@ def _times_ns(path: Path, lines: list[_Line | _LineInSeconds], unit: Unit | None
                 f"{path}: {len(lines)} requests within {span:g} s, one in {span / len(lines):.0f} s: its timestamps "
                 "seem to be milliseconds, expected seconds (without --unit s they are taken for milliseconds)"
             )
-        return [round(line.timestamp * NS_PER_S) for line in lines]
+        return [nanoseconds(line.timestamp) for line in lines]
     span_s = span / 1000
     if unit is None and len(lines) >= _ENOUGH_REQUESTS and 0 < span_s < len(lines) / _PLAUSIBLE_PER_S:
         raise TraceError(
