@@ -18,10 +18,7 @@ DETAIL_LEVELS: Final = {"run": DETAIL_RUN, "steps": DETAIL_STEPS, "blocks": DETA
 
 
 class Event(NamedTuple):
-    """One thing that happened, at one instant. Unused columns are None.
-
-    `order` is the place within (time_ns, instance, step); `EventSink` gives it, callers leave it 0.
-    """
+    """One thing that happened, at one instant. Unused columns are None."""
 
     kind: str
     time_ns: int
@@ -198,25 +195,3 @@ TERMINAL_KINDS: Final = ("request.finished", "request.failed", "request.aborted"
 """The kinds that end a request on the instance they name (`request.rejected` also without one)."""
 CONNECTION_REFUSED: Final = "connection refused"
 """Cause of a `request.rejected`: nobody listened at the instance."""
-
-
-class NullSink:
-    """Takes events and forgets them."""
-
-    detail = DETAIL_RUN
-
-    def emit(self, event: Event) -> int:
-        return -1
-
-
-class ListSink:
-    """Keeps events in a list, in the order in which they were reported; for tests and live checkers."""
-
-    def __init__(self, detail: int = DETAIL_BLOCKS) -> None:
-        self.detail = detail
-        self.events: list[Event] = []
-
-    def emit(self, event: Event) -> int:
-        assert event.kind in KINDS, event.kind
-        self.events.append(event)
-        return len(self.events) - 1

@@ -8,13 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreplay.checkers.finding import CONSERVATION, NULL_BLOCK, Finding
-from kvreplay.events import DETAIL_RUN
-from kvreplay.ids import NULL_BLOCK_ID
+from kvreplay.ids import NULL_BLOCK_ID, plural
 from kvreplay.kv.cache_manager import KVCacheManager
-
-DETAIL: Final = DETAIL_RUN
-
-NO_KEY: Final = -1
+from kvreplay.kv.prefix_cache import NO_KEY
 
 MAX_FINDINGS_PER_LAW: Final = 5
 """A pool that has come apart breaks a law at thousands of blocks; the first few say what happened."""
@@ -86,7 +82,7 @@ def check_drained(snapshot: PoolSnapshot, instance: str, time_ns: int) -> list[F
     for request_id, block_ids in snapshot.tables:
         held = block_ids[block_ids != NULL_BLOCK_ID]
         if held.size:
-            detail = f"{held.size:,} block{'s' * (held.size > 1)} still held at the end"
+            detail = f"{plural(held.size, 'block')} still held at the end"
             first = int(held[0])
             found.append(Finding(CONSERVATION, time_ns, detail, instance, request_id, block_id=first))
     return found

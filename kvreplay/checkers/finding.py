@@ -66,10 +66,8 @@ _COLUMNS: Final = (
 )
 
 
-def recorded_findings(frame: pl.DataFrame, checker: str | None = None) -> list[Finding]:
+def recorded_findings(frame: pl.DataFrame) -> list[Finding]:
     """The findings that live checkers left in a trace as `violation` rows, one per block that a row names."""
     rows = frame.lazy().filter(pl.col("kind") == "violation").select(*_COLUMNS)
-    if checker is not None:
-        rows = rows.filter(pl.col("status") == checker)
     # An empty list explodes to null, as a missing one does.
     return [Finding(*row) for row in rows.explode("block_ids").collect().rows()]

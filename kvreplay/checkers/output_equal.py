@@ -9,9 +9,6 @@ from numpy.typing import NDArray
 
 from kvreplay.checkers.finding import OUTPUT_EQUAL, Finding
 from kvreplay.checkers.frames import client_ends, rows_of
-from kvreplay.events import DETAIL_RUN
-
-DETAIL: Final = DETAIL_RUN
 
 DigestsOf: TypeAlias = Callable[[Sequence[str], NDArray[np.int64]], Sequence[int] | NDArray[np.uint64]]
 """(request ids, output tokens of each) → the digest of the right output of each."""

@@ -22,19 +22,12 @@ class KVOutputAggregator:
         """Request → ranks that have not reported it yet."""
         self._failed: dict[str, None] = {}
         """Requests that failed on some rank and are not complete on all."""
-        self._deferred: list[KVConnectorOutput] = []
-
-    @property
-    def num_pending(self) -> int:
-        """Requests that some ranks have reported and others have not."""
-        return len(self._sending) + len(self._recving)
 
     def aggregate(self, outputs: Iterable[KVConnectorOutput | None]) -> KVConnectorOutput:
-        """One step's reports, None for a rank that has nothing to say; those that were deferred come first."""
-        deferred, self._deferred = self._deferred, []
+        """One step's reports, None for a rank that has nothing to say."""
         total = KVConnectorOutput()
         invalid: dict[int, None] = {}
-        for output in (*deferred, *outputs):
+        for output in outputs:
             if output is None:
                 continue
             total.finished_sending += self._completed(output.finished_sending, self._sending)
@@ -46,10 +39,6 @@ class KVOutputAggregator:
         for request_id in total.failed_recving:
             del self._failed[request_id]
         return total
-
-    def defer(self, outputs: Iterable[KVConnectorOutput | None]) -> None:
-        """Keep the reports of a step that failed for the next one, so that no rank's word is lost."""
-        self._deferred += [output for output in outputs if output is not None]
 
     def _completed(self, request_ids: Sequence[str], remaining: dict[str, int]) -> list[str]:
         """Those that the last rank has now reported."""

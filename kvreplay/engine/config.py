@@ -10,7 +10,6 @@ from itertools import pairwise
 from kvreplay.errors import ConfigError
 from kvreplay.kv.cache_manager import DraftRules
 
-LOAD_FAILURE_POLICIES = ("fail", "recompute")
 KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 POLICIES = ("fcfs", "priority")
 _EAGLE_METHODS = ("eagle", "eagle3", "mtp")

@@ -63,10 +63,6 @@ class Instance(SteppingInstance):
         """Every event of this instance before this instant has been emitted."""
         return self._coast.start_ns if self._coast is not None else self._loop.now_ns
 
-    @property
-    def is_idle(self) -> bool:
-        return not self.num_requests and self._in_flight is None and self._coast is None
-
     def submit(self, request: Request) -> None:
         """A request reaches the instance's input queue."""
         assert not self.is_dead

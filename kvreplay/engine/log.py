@@ -32,9 +32,6 @@ class EngineLog:
         request.lookup_answer = answer
         request.lookup_count = 1
 
-    def allocated(self, request: Request, num_external_tokens: int) -> None:
-        """The connector has been told of an admission with external tokens."""
-
     def parked(self, request: Request, num_external_tokens: int, num_blocks: int) -> None:
         request.parked_since_ns = self.now_ns
         self._request("request.parked", request, num_tokens=num_external_tokens, num_blocks=num_blocks)

@@ -283,10 +283,6 @@ class Injector:
         """One per fault, in the plan's order."""
         return [record.statistics for record in self._records]
 
-    def never_fired(self) -> list[str]:
-        """Specs of the faults that have tested nothing."""
-        return [statistics.spec for statistics in self.statistics() if not statistics.fired]
-
 
 def _observe_with(
     observe: Callable[[Event, Mapping[str, str]], None], serving: Mapping[str, str], event: Event

@@ -7,7 +7,7 @@ from kvreplay.kv.block_pool import BlockPool
 from kvreplay.kv.block_table import UNTRACKED, BlockTable
 from kvreplay.kv.cache_manager import NO_DRAFTS, DraftRules, KVCacheManager, Slots
 from kvreplay.kv.lookup import FoundPrefix, Hit
-from kvreplay.kv.managers.base import NO_BLOCKS, Hashable
+from kvreplay.kv.managers.base import NO_BLOCKS, CachedRequest
 from kvreplay.kv.prefix_cache import NO_KEY, BlockIds, Keys
 from kvreplay.kv.specs import KVCacheGroupSpec, cdiv
 from kvreplay.kv.uniform_manager import UniformAttentionCacheManager
@@ -85,7 +85,7 @@ class FullAttentionCacheManager(KVCacheManager):
     def remove_skipped_blocks(self, request_id: str, num_processed_tokens: int) -> None:
         pass
 
-    def cache_blocks(self, request: Hashable, keys: Keys, num_tokens: int) -> list[BlockIds]:
+    def cache_blocks(self, request: CachedRequest, keys: Keys, num_tokens: int) -> list[BlockIds]:
         if not self.pool.enable_caching:
             return []
         table = self.managers[0].table(request.request_id)

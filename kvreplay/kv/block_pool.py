@@ -47,11 +47,6 @@ class BlockPool(PrefixCache):
 
     # -- looking ----------------------------------------------------------------------------------------------
 
-    @property
-    def usage(self) -> float:
-        """Share of usable blocks in use; cached free blocks count as free."""
-        return 1.0 - self.num_free / (self.num_blocks - 1)
-
     def free_queue(self) -> BlockIds:
         """Free blocks in order of reuse."""
         log = self._queue[self._head : self._tail]

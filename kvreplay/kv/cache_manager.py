@@ -13,7 +13,7 @@ from kvreplay.kv.block_list import BlockList
 from kvreplay.kv.block_pool import BlockPool
 from kvreplay.kv.former_pool import FormerPool
 from kvreplay.kv.lookup import FoundPrefix, Hit, PrefixLookup, no_hit
-from kvreplay.kv.managers.base import NO_BLOCKS, CacheRules, Hashable, KVGroupManager, Need
+from kvreplay.kv.managers.base import NO_BLOCKS, CachedRequest, CacheRules, KVGroupManager, Need
 from kvreplay.kv.managers.factory import make_manager
 from kvreplay.kv.managers.mamba import AlignedMambaManager, BoundaryState
 from kvreplay.kv.prefix_cache import BlockIds, Keys
@@ -361,7 +361,7 @@ class KVCacheManager:
 
     # -- caching ----------------------------------------------------------------------------------------------
 
-    def cache_blocks(self, request: Hashable, keys: Keys, num_tokens: int) -> list[BlockIds]:
+    def cache_blocks(self, request: CachedRequest, keys: Keys, num_tokens: int) -> list[BlockIds]:
         """Returns the blocks that got a hash, per group."""
         if not self.pool.enable_caching:
             return []
@@ -463,7 +463,7 @@ class KVCacheManager:
         """Blocks get their hashes whenever so many more tokens have been computed."""
         return block_size if len(self.managers) == 1 or self.hits_inside_blocks else self.block_size
 
-    def decode_step(self, request: Hashable, keys: Keys, num_computed: int) -> bool:
+    def decode_step(self, request: CachedRequest, keys: Keys, num_computed: int) -> bool:
         """Slots for the token behind `num_computed`, and the hashes of what it fills. False: the pool is too small."""
         new = self.allocate_slots(
             request.request_id, Slots(num_computed_tokens=num_computed, num_tokens=request.num_tokens, num_new_tokens=1)

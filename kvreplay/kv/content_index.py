@@ -170,10 +170,6 @@ class ContentIndex:
         """`RequestContent.output_digest` of many: request → the digest of its first `num_tokens` output tokens."""
         return mix64_arrays(self._output_hashes[requests], num_tokens.astype(np.uint64))
 
-    def is_generated_key(self, keys: KeyArray) -> NDArray[np.bool_]:
-        """Which of these keys stand for blocks that end in generated tokens."""
-        return keys >= self.generated_key_start
-
 
 class RequestContent:
     """The identity of one request's tokens, up to its full output. Implements `kv.content.Content`."""

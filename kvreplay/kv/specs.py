@@ -224,14 +224,6 @@ def check_pages(groups: Sequence[KVCacheGroupSpec]) -> None:
             )
 
 
-def num_gpu_blocks(groups: Sequence[KVCacheGroupSpec], available_bytes: int) -> int:
-    """Blocks that fit: each costs as much as the widest group's page (vLLM: kv_cache_planning.py)."""
-    widest = block_bytes(groups)
-    if widest <= 0:
-        raise ConfigError("model.groups: bytes_per_token or state_bytes is needed to turn memory into blocks")
-    return available_bytes // widest
-
-
 def block_bytes(groups: Sequence[KVCacheGroupSpec]) -> int:
-    """Of a block, which any group may have."""
+    """Of a block, which any group may have: the widest group's page (vLLM: kv_cache_planning.py)."""
     return max(group.page_bytes for group in groups)

@@ -12,7 +12,7 @@ from kvreplay.kv.cache_manager import KVCacheManager, Slots
 from kvreplay.kv.group_keys import group_key
 from kvreplay.kv.joined_tables import JoinedTable
 from kvreplay.kv.lookup import Hit
-from kvreplay.kv.managers.base import NO_BLOCKS, Hashable, KVGroupManager, Need
+from kvreplay.kv.managers.base import NO_BLOCKS, CachedRequest, KVGroupManager, Need
 from kvreplay.kv.managers.sliding_window import SlidingWindowManager
 from kvreplay.kv.prefix_cache import BlockIds, Keys
 from kvreplay.kv.specs import cdiv
@@ -183,7 +183,7 @@ class UniformAttentionCacheManager(KVCacheManager):
 
     # -- caching ----------------------------------------------------------------------------------------------
 
-    def cache_blocks(self, request: Hashable, keys: Keys, num_tokens: int) -> list[BlockIds]:
+    def cache_blocks(self, request: CachedRequest, keys: Keys, num_tokens: int) -> list[BlockIds]:
         if not self.pool.enable_caching:
             return []
         joined = self._joined.get(request.request_id)
@@ -306,7 +306,7 @@ class UniformAttentionCacheManager(KVCacheManager):
             num_computed > reach and not (num_computed - reach) % self.block_size for _, reach in self._windows
         )
 
-    def decode_step(self, request: Hashable, keys: Keys, num_computed: int) -> bool:
+    def decode_step(self, request: CachedRequest, keys: Keys, num_computed: int) -> bool:
         pool, size, num_groups = self.pool, self.block_size, self._num_groups
         joined = self._joined[request.request_id]
         for run, reach in self._windows:

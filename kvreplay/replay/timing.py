@@ -7,18 +7,9 @@ at the prompt length that a preset names.
 """
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvreplay.errors import ConfigError
-
-
-class LinearCoefficients(NamedTuple):
-    """A step takes (fixed + prefill·tokens + request·decodes + kv·tokens read) // 1000 ns; all in picoseconds."""
-
-    fixed_ps: int
-    prefill_token_ps: int
-    request_ps: int
-    kv_token_ps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +34,6 @@ class StepTiming:
         """One step's duration. `num_kv_tokens`: positions that the decoding requests attend to, summed."""
         variable_ps = self.per_prefill_token_ps * num_prefill_tokens + self.per_kv_token_ps * num_kv_tokens
         return self.fixed_ns + self.per_request_ns * num_decodes + variable_ps // 1000
-
-    def linear_coefficients(self) -> LinearCoefficients:
-        return LinearCoefficients(
-            self.fixed_ns * 1000, self.per_prefill_token_ps, self.per_request_ns * 1000, self.per_kv_token_ps
-        )
 
     def decode_run_ns(self, num_decodes: int, num_kv_tokens: int, num_steps: int) -> int:
         """What `num_steps` steps of nothing but `num_decodes` decoding requests take, one after another.

@@ -39,7 +39,6 @@ class Bus:
         self._refused: dict[str, Handler] = {}
         self._awaited: dict[str, list[Action]] = {}
         self._controllers: dict[str, Controller] = {}
-        self.num_undeliverable = 0
         self._num_cuts = 0
         self._cuts: dict[str, int] = {}
 
@@ -79,10 +78,6 @@ class Bus:
         """Carry out an action fault. False if nobody is there, or there was nothing to act on."""
         controller = self._controllers.get(address)
         return controller is not None and controller(command) is not False
-
-    @property
-    def control_addresses(self) -> list[str]:
-        return list(self._controllers)
 
     # -- messages ----------------------------------------------------------------------------------------
 
@@ -137,7 +132,6 @@ class Bus:
         handler(envelope)
 
     def _refuse(self, envelope: Envelope) -> None:
-        self.num_undeliverable += 1
         refused = self._refused.get(envelope.source)
         if refused is not None:
             refused(envelope)

@@ -21,10 +21,6 @@ class Timer:
         self.action = action
         self.daemon = daemon
 
-    @property
-    def is_pending(self) -> bool:
-        return self.action is not None
-
 
 class EventLoop:
     """Runs actions in order of (time, rank, order of scheduling). Never waits, never reads a clock.

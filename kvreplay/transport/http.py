@@ -20,6 +20,7 @@ MAX_CONNECTIONS: Final = 256
 _IDLE_S: Final = 10.0
 """A client that sends nothing for so long has gone."""
 _CHUNK: Final = 1 << 16
+_PHRASES: Final[dict[int, str]] = {status.value: status.phrase for status in HTTPStatus}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ class HttpServer:
     def _answer(self, connection: _Connection, status: int, body: bytes) -> None:
         if connection not in self._connections:
             return
-        phrase = HTTPStatus(status).phrase if status in HTTPStatus._value2member_map_ else ""
+        phrase = _PHRASES.get(status, "")
         head = (
             f"HTTP/1.1 {status} {phrase}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"

@@ -165,10 +165,10 @@ class PacedLoop:
 
     def listen(self, wait_s: float) -> None:
         """Take what has come to the sockets; wait for it so long. Timers wait."""
+        # Rounded up to whole ms: a little late is no harm.
         found = self._poller.poll(int(wait_s * 1000) + (wait_s > 0))
         # Whatever comes, it comes now.
         self.loop.now_ns = max(self.loop.now_ns, self.clock_ns)
-        # Rounded up to whole ms: a little late is no harm.
         for source, events in found:
             if events & ~self._out and (handler := self._handlers.get(source)) is not None:
                 handler()

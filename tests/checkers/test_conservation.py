@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from kvreplay.checkers.conservation import (
     MAX_FINDINGS_PER_LAW,
-    NO_KEY,
     PoolSnapshot,
     check_conservation,
     check_drained,
@@ -18,6 +17,7 @@ from kvreplay.checkers.conservation import (
 )
 from kvreplay.kv.block_pool import BlockPool
 from kvreplay.kv.cache_manager import KVCacheManager, Slots
+from kvreplay.kv.prefix_cache import NO_KEY
 from kvreplay.kv.specs import KVCacheGroupSpec
 
 

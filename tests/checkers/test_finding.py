@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import polars as pl
 
-from kvreplay.checkers.content import check_content
 from kvreplay.checkers.finding import CONTENT, Finding, recorded_findings
 from kvreplay.events import Event
 
@@ -33,11 +32,3 @@ def test_what_was_found_later_keeps_its_time(frame_of: FrameOf) -> None:
     event = finding.to_event(found_ns=9)
     assert event.time_ns == 9
     assert recorded_findings(frame_of(event)) == [finding]
-
-
-def test_content_reads_back_its_own_findings_only(frame_of: FrameOf) -> None:
-    frame = frame_of(
-        Event("violation", 5, "D0", block_ids=[3], status=CONTENT, cause="wrong"),
-        Event("violation", 6, "D0", status="AGREE", cause="3 is not 4"),
-    )
-    assert [finding.checker for finding in check_content(frame)] == [CONTENT]

@@ -13,11 +13,12 @@ from kvreplay.engine.output import ModelRunnerOutput, RequestOutput, SchedulerOu
 from kvreplay.engine.recovery import VLLM_0_33_FAILURES, FailureRules
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.scheduler import Scheduler
-from kvreplay.events import Event, ListSink
+from kvreplay.events import Event
 from kvreplay.kv.attention_managers import make_cache_manager
 from kvreplay.kv.block_pool import BlockPool
 from kvreplay.kv.content_index import TokenContent, TokenIndex
 from kvreplay.kv.specs import FULL, SLIDING_WINDOW, KVCacheGroupSpec
+from tests.list_sink import ListSink
 
 
 class CountingSampler:

@@ -102,7 +102,7 @@ class TestClock:
         stage = Stage()
         stage.at(0, stage.submit, "a", 8, max_tokens=1)
         stage.run()
-        assert (stage.now_ms, stage.instance.is_idle) == (10, True)
+        assert (stage.now_ms, stage.instance.num_requests) == (10, 0)
         stage.at(12.3, stage.submit, "b", 8)
         stage.run(13)
         assert stage.log("step")[-1] == (12.3, "step", None), "it was blocked on its queue: no grid to wait for"
@@ -159,7 +159,7 @@ class TestParking:
         assert stage.bench.num_free == 15
         stage.run()
         assert stage.bench.num_free == 19
-        assert stage.instance.is_idle
+        assert stage.instance.num_requests == 0
 
 
 class TestWithinAStep:

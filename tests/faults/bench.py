@@ -13,7 +13,7 @@ from kvreplay.connectors.mooncake.structs import (
     MooncakeXferResponseStatus,
     WriteData,
 )
-from kvreplay.events import Event, ListSink
+from kvreplay.events import Event
 from kvreplay.faults.injector import Injector
 from kvreplay.faults.plan import make_plan
 from kvreplay.faults.topology import TopologyInfo
@@ -28,6 +28,7 @@ from kvreplay.sim.envelope import (
     Envelope,
 )
 from kvreplay.sim.event_loop import EventLoop
+from tests.list_sink import ListSink
 
 TOPOLOGY = TopologyInfo(
     instances={"P0": "kv_producer", "P1": "kv_producer", "D0": "kv_consumer", "D1": "kv_consumer"},

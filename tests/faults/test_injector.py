@@ -228,7 +228,6 @@ def test_statistics_say_what_fired_and_what_did_not() -> None:
         FaultStatistics("timeout:request=a*", 2, ["a1", "a2", "a3"]),
         FaultStatistics("corrupt", 0, []),
     ]
-    assert bench.injector.never_fired() == ["corrupt"]
 
 
 PROGRAM = """

@@ -94,7 +94,7 @@ def test_two_positions_have_the_same_word_exactly_when_they_hold_the_same_prefix
 def test_keys_of_generated_tokens_can_be_told_from_those_of_prompts(workload: list[Prompt], block_size: int) -> None:
     index = ContentIndex(workload, block_size)
     for place, prompt in enumerate(workload):
-        is_generated = index.is_generated_key(index.content(place).block_keys)
+        is_generated = index.content(place).block_keys >= index.generated_key_start
         assert is_generated.tolist() == [
             (block + 1) * block_size > prompt.prompt_tokens for block in range(len(is_generated))
         ]
@@ -116,7 +116,7 @@ def test_the_first_output_block_is_the_first_with_a_generated_key(
     index = ContentIndex(workload, block_size)
     for place in range(len(workload)):
         content = index.content(place)
-        generated = [*index.is_generated_key(content.block_keys).tolist(), True]
+        generated = [*(content.block_keys >= index.generated_key_start).tolist(), True]
         assert content.first_output_block == generated.index(True)
 
 

@@ -16,8 +16,8 @@ from kvreplay.kv.specs import (
     SLIDING_WINDOW,
     SLIDING_WINDOW_MLA,
     KVCacheGroupSpec,
+    block_bytes,
     hits_inside_blocks,
-    num_gpu_blocks,
     resolve_block_sizes,
 )
 
@@ -56,7 +56,7 @@ class TestPages:
     def test_a_block_costs_as_much_as_the_widest_group(self) -> None:
         """Spec, 8.3: pages of 3 x 512 and 2 x 640 bytes; 1 MiB."""
         groups = [full(1, bytes_per_token=1536, num_layers=3), full(1, bytes_per_token=1280, num_layers=2)]
-        assert num_gpu_blocks(groups, 1 << 20) == 682
+        assert (1 << 20) // block_bytes(groups) == 682
 
 
 class TestMostBlocks:

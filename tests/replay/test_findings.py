@@ -5,12 +5,13 @@ import pytest
 
 from kvreplay.engine.connector_memory import LateWrite
 from kvreplay.engine.suspects import WrongBlock
-from kvreplay.events import Event, ListSink
+from kvreplay.events import Event
 from kvreplay.ids import NS_PER_S
 from kvreplay.kv.cache_manager import Slots
 from kvreplay.kv.memory import Provenance
 from kvreplay.replay.findings import LiveFindings
 from kvreplay.sim.event_loop import EventLoop
+from tests.list_sink import ListSink
 from tests.scenarios.stage import play, request, single, workload
 
 BROUGHT = Provenance("xfer-a", "a", "corrupt", 3)

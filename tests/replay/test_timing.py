@@ -24,13 +24,6 @@ def test_a_step_costs_the_sum_of_its_parts_rounded_down_once() -> None:
     assert timing.step_ns(num_prefill_tokens=3, num_decodes=2, num_kv_tokens=1) == 100 + 20 + (2_100 + 400) // 1_000
 
 
-@given(TIMINGS, st.integers(0, 1_000), st.integers(0, 9), st.integers(0, 5_000))
-def test_the_linear_coefficients_give_the_same_step(timing: StepTiming, prefill: int, decodes: int, kv: int) -> None:
-    cost = timing.linear_coefficients()
-    total_ps = cost.fixed_ps + cost.prefill_token_ps * prefill + cost.request_ps * decodes + cost.kv_token_ps * kv
-    assert total_ps // 1_000 == timing.step_ns(prefill, decodes, kv)
-
-
 @given(TIMINGS, st.integers(0, 9), st.integers(0, 5_000), st.integers(0, 60))
 def test_a_run_of_decode_steps_costs_the_sum_of_its_steps(
     timing: StepTiming, decodes: int, kv: int, steps: int

@@ -18,7 +18,7 @@ from kvreplay.checkers.finding import Finding
 from kvreplay.checkers.trace_checkers import TRACE_CHECKERS, check_trace
 from kvreplay.connectors.mooncake.config import MooncakeConfig
 from kvreplay.engine.config import CacheConfig, SchedulerConfig
-from kvreplay.events import DETAIL_BLOCKS, DETAIL_RUN, KINDS, Event, ListSink
+from kvreplay.events import DETAIL_BLOCKS, DETAIL_RUN, KINDS, Event
 from kvreplay.faults.plan import make_plan
 from kvreplay.ids import NS_PER_MS
 from kvreplay.kv.content_index import mix64
@@ -42,6 +42,7 @@ from kvreplay.trace.reader import read_trace
 from kvreplay.trace.schema import MEMORY_SCHEMA, TraceMetadata
 from kvreplay.trace.workload import Arrival, ClientAbort, Workload, write_workload
 from kvreplay.verdict.model import Summary
+from tests.list_sink import ListSink
 
 BLOCK = 4
 STEP_MS = 10

@@ -101,9 +101,10 @@ def test_a_block_that_is_changed_behind_its_back_is_found_when_it_is_hit(groups:
 
 def _play_spoiled(config: ReplayConfig, clients: object) -> Play:
     from kvreplay.behaviour import profile
-    from kvreplay.events import DETAIL_BLOCKS, ListSink
+    from kvreplay.events import DETAIL_BLOCKS
     from kvreplay.faults.plan import make_plan
     from kvreplay.replay.cluster import Cluster, RunSettings
+    from tests.list_sink import ListSink
 
     sink = ListSink(DETAIL_BLOCKS)
     settings = RunSettings(config=config, behaviour=profile("vllm-0.33"), recompute=False, plan=make_plan(()))

@@ -10,7 +10,7 @@ import pytest
 
 from kvreplay.behaviour import profile
 from kvreplay.connectors.simple_cpu.config import SimpleCpuConfig
-from kvreplay.events import DETAIL_BLOCKS, ListSink
+from kvreplay.events import DETAIL_BLOCKS
 from kvreplay.faults.plan import make_plan
 from kvreplay.ids import NS_PER_MS
 from kvreplay.kv.specs import CIRCULAR_BUFFER, MAMBA, MAMBA_ALIGN, SLIDING_WINDOW, KVCacheGroupSpec
@@ -19,6 +19,7 @@ from kvreplay.replay.config import ConnectorConfig, ReplayConfig
 from kvreplay.replay.offload import Offload
 from kvreplay.replay.simple_cpu import SimpleCpu
 from kvreplay.trace.workload import Workload
+from tests.list_sink import ListSink
 from tests.scenarios.offload_stage import TEXT, hybrid, offloading, there_and_back
 from tests.scenarios.stage import Play, play, request, role, single, workload
 

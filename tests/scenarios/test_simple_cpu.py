@@ -10,13 +10,14 @@ from kvreplay.behaviour import profile
 from kvreplay.connectors.simple_cpu.config import SimpleCpuConfig
 from kvreplay.engine.config import SpeculativeConfig
 from kvreplay.errors import ConfigError
-from kvreplay.events import DETAIL_BLOCKS, ListSink
+from kvreplay.events import DETAIL_BLOCKS
 from kvreplay.faults.plan import make_plan
 from kvreplay.kv.specs import SLIDING_WINDOW, KVCacheGroupSpec
 from kvreplay.replay.cluster import Cluster, RunSettings
 from kvreplay.replay.config import ConnectorConfig, ReplayConfig, Role, RoleConfig
 from kvreplay.replay.config_load import config_from_json
 from kvreplay.replay.simple_cpu import SimpleCpu
+from tests.list_sink import ListSink
 from tests.scenarios.offload_stage import STATES, there_and_back
 from tests.scenarios.speculative_worlds import with_drafts
 from tests.scenarios.stage import Play, judge, play, request, role, single, workload

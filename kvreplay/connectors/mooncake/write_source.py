@@ -60,10 +60,6 @@ class WriteSource:
         self._ids = count()
         self._is_dead = False
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
     def start(self, write: Write, now_ns: int) -> None:
         """Run this call, as soon as a thread is free."""
         if len(self._running) < self._num_threads:

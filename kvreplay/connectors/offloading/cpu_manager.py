@@ -3,7 +3,7 @@
 A chunk is not ready while its store is in flight, evictable when it is ready and nobody reads it, pinned otherwise.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -16,11 +16,14 @@ from kvreplay.connectors.offloading.context import OffloadPolicy, RequestContext
 from kvreplay.connectors.offloading.keys import KeySpace
 from kvreplay.connectors.offloading.lru import LRUPolicy
 from kvreplay.connectors.offloading.manager import LookupResult, LookupResults, OffloadingEvent, StorePlan
+from kvreplay.connectors.offloading.policy import CachePolicy
 from kvreplay.connectors.offloading.threshold import OfferCounts
 from kvreplay.errors import EngineFatal
 
-EVICTION_POLICIES: Final[dict[str, type[LRUPolicy] | type[ARCPolicy]]] = {"lru": LRUPolicy, "arc": ARCPolicy}
-
+EVICTION_POLICIES: Final[Mapping[str, Callable[[ChunkTable, KeySpace], CachePolicy]]] = {
+    "lru": LRUPolicy,
+    "arc": ARCPolicy,
+}
 
 # Which `lookup_many` counts on.
 assert (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING) == (0, 1, 2)
@@ -41,7 +44,7 @@ class CPUOffloadingManager:
     ) -> None:
         self.chunks = ChunkTable(num_chunks, space.num_keys)
         self.space = space
-        self.policy: LRUPolicy | ARCPolicy = EVICTION_POLICIES[eviction_policy](self.chunks, space)
+        self.policy: CachePolicy = EVICTION_POLICIES[eviction_policy](self.chunks, space)
         self.counts = OfferCounts(store_threshold, max_tracker_size) if store_threshold >= 2 else None
         self.num_evicted = 0
         self.num_discarded = 0

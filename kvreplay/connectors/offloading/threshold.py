@@ -13,7 +13,6 @@ class OfferCounts:
     def __init__(self, threshold: int, max_size: int) -> None:
         self.threshold = threshold
         self.max_size = max_size
-        self.num_skipped = 0
         self.counts: OrderedDict[int, int] = OrderedDict()
 
     def note(self, keys: Keys) -> None:
@@ -37,6 +36,4 @@ class OfferCounts:
 
     def admits(self, keys: Keys) -> Mask:
         """Which of these candidates have been offered often enough."""
-        admitted = np.array([self.counts.get(key, 0) >= self.threshold for key in keys.tolist()], np.bool_)
-        self.num_skipped += len(keys) - int(np.count_nonzero(admitted))
-        return admitted
+        return np.array([self.counts.get(key, 0) >= self.threshold for key in keys.tolist()], np.bool_)

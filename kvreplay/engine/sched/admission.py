@@ -174,8 +174,6 @@ class AdmissionLayer(RunningLayer):
     def _tell_connector(self, request: Request, num_external: int) -> None:
         assert self.connector is not None
         self.connector.update_state_after_alloc(request, BlocksOfRequest(self.kv, request.request_id), num_external)
-        if num_external:
-            self.log.allocated(request, num_external)
 
     def _look_up(self, admission: _Admission) -> bool:
         """What of the request is cached here, and what a connector has beyond. False: ask again in the next step."""

@@ -23,7 +23,7 @@ _SHORT: Final = 64
 NO_BLOCKS: BlockIds = np.empty(0, np.int64)
 
 
-class Hashable(Protocol):
+class CachedRequest(Protocol):
     """What a manager needs to know of a request to cache its blocks."""
 
     request_id: str
@@ -245,7 +245,7 @@ class KVGroupManager(ABC):
 
     # -- caching ----------------------------------------------------------------------------------------------
 
-    def cache_blocks(self, request: Hashable, keys: Keys, num_tokens: int, boundaries: Sequence[int]) -> BlockIds:
+    def cache_blocks(self, request: CachedRequest, keys: Keys, num_tokens: int, boundaries: Sequence[int]) -> BlockIds:
         """Enter the full blocks of the first `num_tokens` tokens that have not been offered yet.
 
         `boundaries`: where somebody who sends the prompt again can go on.
@@ -270,7 +270,7 @@ class KVGroupManager(ABC):
         self.pool.cache(block_ids, block_keys, (index + 1) * self.block_size)
         return block_ids
 
-    def _reachable(self, request: Hashable, boundaries: Sequence[int]) -> list[int]:
+    def _reachable(self, request: CachedRequest, boundaries: Sequence[int]) -> list[int]:
         reachable = [*boundaries]
         if request.shared_prefix_boundary:
             reachable.append(request.shared_prefix_boundary)

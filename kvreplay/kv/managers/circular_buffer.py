@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvreplay.kv.managers.base import NO_BLOCKS, DecodeEvent, Hashable, JointLookup, KVGroupManager, Need
+from kvreplay.kv.managers.base import NO_BLOCKS, CachedRequest, DecodeEvent, JointLookup, KVGroupManager, Need
 from kvreplay.kv.prefix_cache import BlockIds, Keys
 
 
@@ -27,7 +27,7 @@ class CircularBufferManager(KVGroupManager):
     def allocate_new_blocks(self, request_id: str, num_tokens: int, main_tokens: int) -> BlockIds:
         return self._extend_to(request_id, 1, zero=True)
 
-    def cache_blocks(self, request: Hashable, keys: Keys, num_tokens: int, boundaries: Sequence[int]) -> BlockIds:
+    def cache_blocks(self, request: CachedRequest, keys: Keys, num_tokens: int, boundaries: Sequence[int]) -> BlockIds:
         return NO_BLOCKS
 
     def decode_events(self, caching_unit: int) -> list[DecodeEvent]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvreplay.ids import NULL_BLOCK_ID
-from kvreplay.kv.managers.base import Hashable, JointLookup, KVGroupManager
+from kvreplay.kv.managers.base import CachedRequest, JointLookup, KVGroupManager
 from kvreplay.kv.prefix_cache import BlockIds, Keys
 from kvreplay.kv.specs import cdiv
 
@@ -45,13 +45,13 @@ class FullAttentionManager(KVGroupManager):
                 return tail, (index + 1) * unit
         return [], hit_length
 
-    def cache_blocks(self, request: Hashable, keys: Keys, num_tokens: int, boundaries: Sequence[int]) -> BlockIds:
+    def cache_blocks(self, request: CachedRequest, keys: Keys, num_tokens: int, boundaries: Sequence[int]) -> BlockIds:
         cached = super().cache_blocks(request, keys, num_tokens, boundaries)
         if self._hashes_per_block > 1:
             self._cache_prompt_tail(request, keys, num_tokens)
         return cached
 
-    def _cache_prompt_tail(self, request: Hashable, keys: Keys, num_tokens: int) -> None:
+    def _cache_prompt_tail(self, request: CachedRequest, keys: Keys, num_tokens: int) -> None:
         """The prompt's last hash boundary, where it lies inside a block (vLLM: _cache_partial_tail_block)."""
         unit = self.rules.hash_block_size
         limit = request.num_prompt_tokens - (0 if self.drops_eagle_block else 1)

@@ -17,9 +17,9 @@ from kvreplay.kv.block_pool import BlockPool
 from kvreplay.kv.block_table import BlockTable
 from kvreplay.kv.managers.base import (
     NO_BLOCKS,
+    CachedRequest,
     CacheRules,
     DecodeEvent,
-    Hashable,
     JointLookup,
     KVGroupManager,
     Mask,
@@ -239,7 +239,7 @@ class AlignedMambaManager(MambaManager):
         alignment, size = self.rules.hit_alignment, self.block_size
         return not any(start < boundary // alignment * alignment // size <= end for boundary in boundaries)
 
-    def cache_blocks(self, request: Hashable, keys: Keys, num_tokens: int, boundaries: Sequence[int]) -> BlockIds:
+    def cache_blocks(self, request: CachedRequest, keys: Keys, num_tokens: int, boundaries: Sequence[int]) -> BlockIds:
         table = self.table(request.request_id)
         before = max(table.num_cached, 0)
         cached = NO_BLOCKS
@@ -263,7 +263,7 @@ class AlignedMambaManager(MambaManager):
                 self._boundary_states.append((request.request_id, state))
         return cached
 
-    def _cache_running_state(self, request: Hashable, keys: Keys, num_tokens: int) -> None:
+    def _cache_running_state(self, request: CachedRequest, keys: Keys, num_tokens: int) -> None:
         """A chunk that ends at the prompt's last hash boundary leaves a state that can be hit there, though it lies
         inside a block (vLLM: _cache_partial_tail_block)."""
         rules, unit = self.rules, self.rules.hash_block_size

@@ -102,7 +102,6 @@ class InstanceProcess:
         self._num_heard = 1  # the set-up
         self._num_questions = 0
         self._decisions: dict[int, bool] = {}
-        self._tidied_ns = 0
         self.is_over = False
         self._sample_later()
 
@@ -119,9 +118,9 @@ class InstanceProcess:
 
     def _is_open(self, source: str, conversation: str, attempt: int) -> bool:
         return any(
-            worker.identity.address == source and worker.consumer is not None
+            worker.consumer is not None and worker.consumer.is_open(conversation, attempt)
             for worker in self._workers()
-            if worker.consumer is not None and worker.consumer.is_open(conversation, attempt)
+            if worker.identity.address == source
         )
 
     def _find_target(self, address: str) -> TargetMemory | None:

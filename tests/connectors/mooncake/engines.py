@@ -13,7 +13,6 @@ from kvreplay.connectors.mooncake.sharding import Sharding
 from kvreplay.connectors.mooncake.structs import MooncakeConnectorMetadata, PullReqMeta
 from kvreplay.connectors.mooncake.worker import MooncakeWorker
 from kvreplay.engine.connector import KVConnectorOutput
-from kvreplay.events import ListSink
 from kvreplay.ids import NS_PER_S
 from kvreplay.kv.content import WordArray
 from kvreplay.kv.content_index import TokenIndex
@@ -22,6 +21,7 @@ from kvreplay.kv.specs import KVCacheGroupSpec
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.event_loop import EventLoop
 from tests.connectors.mooncake.pair import Wire, behaviour, request_for
+from tests.list_sink import ListSink
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 32

@@ -12,7 +12,7 @@ from kvreplay.connectors.mooncake.identity import WorkerIdentity
 from kvreplay.connectors.mooncake.structs import MooncakeConnectorMetadata, PullReqMeta
 from kvreplay.connectors.mooncake.worker import MooncakeWorker, register_rows
 from kvreplay.engine.connector import KVConnectorOutput
-from kvreplay.events import Event, ListSink
+from kvreplay.events import Event
 from kvreplay.ids import NS_PER_MS, NS_PER_S
 from kvreplay.kv.content import WordArray
 from kvreplay.kv.memory import BlockIds, NullMemory, Provenance
@@ -20,6 +20,7 @@ from kvreplay.kv.specs import KVCacheGroupSpec
 from kvreplay.sim.bus import Bus, Network
 from kvreplay.sim.envelope import Delivery, Envelope
 from kvreplay.sim.event_loop import EventLoop
+from tests.list_sink import ListSink
 
 WORDS = 4
 GENERATIONS = ("silent", "report", "settle")

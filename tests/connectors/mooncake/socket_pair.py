@@ -8,7 +8,6 @@ from kvreplay.connectors.mooncake.config import MooncakeConfig
 from kvreplay.connectors.mooncake.socket_bus import SocketBus
 from kvreplay.connectors.mooncake.worker import MooncakeWorker
 from kvreplay.connectors.mooncake.write_frames import TargetMemory
-from kvreplay.events import ListSink
 from kvreplay.ids import NS_PER_S
 from kvreplay.kv.specs import KVCacheGroupSpec
 from kvreplay.sim.bus import Bus
@@ -16,6 +15,7 @@ from kvreplay.sim.event_loop import EventLoop
 from kvreplay.transport.held import HeldClock
 from kvreplay.transport.paced import PacedLoop
 from tests.connectors.mooncake.pair import WORDS, FakeMemory, Pair, Report, Wire, behaviour
+from tests.list_sink import ListSink
 
 NUM_BLOCKS = 64
 
