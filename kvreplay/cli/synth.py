@@ -7,6 +7,7 @@ import typer
 
 from kvreplay.cli.common import JsonOption, SeedOption, SetOption, check_name, chosen, trace_name
 from kvreplay.cli.import_ import print_written
+from kvreplay.trace import synth_defaults as default
 
 _LOAD = "Load"
 _LENGTHS = "Lengths: N, fixed:N, lognormal:median=N,sigma=X[,max=N] or trace:TRACE"
@@ -19,7 +20,7 @@ def synth(
     output_file: Annotated[Path, typer.Option("-o", metavar="OUT", help="Trace to write.")],
     requests: Annotated[
         int, typer.Option(metavar="N", help="Requests in all, later turns included.", rich_help_panel=_LOAD)
-    ] = 200,
+    ] = default.REQUESTS,
     arrivals: Annotated[
         str,
         typer.Option(
@@ -27,8 +28,10 @@ def synth(
             help="Gaps between sessions: equal, exponential, or gamma.",
             rich_help_panel=_LOAD,
         ),
-    ] = "poisson",
-    rate: Annotated[float, typer.Option(metavar="PER_S", help="New sessions per second.", rich_help_panel=_LOAD)] = 1.0,
+    ] = default.ARRIVALS,
+    rate: Annotated[
+        float, typer.Option(metavar="PER_S", help="New sessions per second.", rich_help_panel=_LOAD)
+    ] = default.RATE,
     burstiness: Annotated[
         float,
         typer.Option(
@@ -36,11 +39,11 @@ def synth(
             help="For bursty: the gamma distribution's shape. 1 is poisson; the less, the burstier.",
             rich_help_panel=_LOAD,
         ),
-    ] = 0.25,
+    ] = default.BURSTINESS,
     seed: SeedOption = 0,
     prompt: Annotated[
         str, typer.Option(metavar="LENGTHS", help="New text of each turn, in tokens.", rich_help_panel=_LENGTHS)
-    ] = "lognormal:median=1000,sigma=0.8",
+    ] = default.PROMPT,
     output: Annotated[
         str,
         typer.Option(
@@ -48,7 +51,7 @@ def synth(
             help="Output of each request, in tokens. From the same trace as --prompt: drawn together.",
             rich_help_panel=_LENGTHS,
         ),
-    ] = "lognormal:median=200,sigma=0.7",
+    ] = default.OUTPUT,
     max_tokens: Annotated[
         int,
         typer.Option(
@@ -56,13 +59,13 @@ def synth(
             help="Prompt and output of one request: longer ones are cut, a session that would outgrow it ends.",
             rich_help_panel=_LENGTHS,
         ),
-    ] = 32_768,
+    ] = default.MAX_TOKENS,
     system_prompts: Annotated[
         int, typer.Option(metavar="N", help="Each session starts with one of N texts.", rich_help_panel=_SHARING)
-    ] = 0,
+    ] = default.SYSTEM_PROMPTS,
     system_tokens: Annotated[
         int, typer.Option(metavar="N", help="Length of these texts, in tokens.", rich_help_panel=_SHARING)
-    ] = 0,
+    ] = default.SYSTEM_TOKENS,
     turns: Annotated[
         str,
         typer.Option(
@@ -70,23 +73,23 @@ def synth(
             help="Turns of a session. Each contains all before it, and hits their outputs.",
             rich_help_panel=_SHARING,
         ),
-    ] = "1",
+    ] = default.TURNS,
     hash_tokens: Annotated[
         int,
         typer.Option(metavar="N", help="Tokens per prefix hash: sharing below that is lost.", rich_help_panel=_SHARING),
-    ] = 64,
+    ] = default.HASH_TOKENS,
     think: Annotated[
         float,
         typer.Option(
             metavar="S", help="Mean time from one turn's arrival to the next one's.", rich_help_panel=_CLIENTS
         ),
-    ] = 20.0,
+    ] = default.THINK_S,
     abort: Annotated[
         float, typer.Option(metavar="SHARE", help="Share of requests given up.", rich_help_panel=_CLIENTS)
-    ] = 0.0,
+    ] = default.ABORT,
     abort_after: Annotated[
         float, typer.Option(metavar="S", help="Mean time until they are.", rich_help_panel=_CLIENTS)
-    ] = 5.0,
+    ] = default.ABORT_AFTER_S,
     config: Annotated[
         str | None,
         typer.Option(

@@ -225,6 +225,7 @@ class UniformAttentionCacheManager(KVCacheManager):
     ) -> list[tuple[int, int]]:
         """The places in [start, end) whose blocks a window's groups keep for hits to come."""
         assert isinstance(run.manager, SlidingWindowManager)
+        assert self.rules.retention_interval == 0
         kept = run.manager.retained_places(start, end, boundaries)
         if not kept:
             return []

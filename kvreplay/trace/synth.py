@@ -15,8 +15,9 @@ from kvreplay.errors import ConfigError
 from kvreplay.ids import NS_PER_S, nanoseconds
 from kvreplay.kv.content_index import mix64
 from kvreplay.sim.rng import generator, stable_hash
+from kvreplay.trace import synth_defaults as default
 from kvreplay.trace.digest import file_digest
-from kvreplay.trace.lengths import Empirical, Fixed, Lengths, Lognormal, drawer, pair_drawer
+from kvreplay.trace.lengths import Empirical, Fixed, Lengths, drawer, pair_drawer, parse_lengths
 from kvreplay.trace.schema import TraceMetadata
 from kvreplay.trace.workload import MAX_REQUEST_TOKENS, Arrival, ClientAbort, Workload
 
@@ -24,8 +25,6 @@ MAX_REQUESTS: Final = 10_000_000
 MAX_TIME_NS: Final = 1_000_000_000 * NS_PER_S
 """The last arrival: some thirty years, and far from what 64 bits hold."""
 ONE_TURN: Final = Fixed(1)
-DEFAULT_PROMPT: Final = Lognormal(1000, 0.8)
-DEFAULT_OUTPUT: Final = Lognormal(200, 0.7)
 
 
 class ArrivalProcess(StrEnum):
@@ -34,35 +33,41 @@ class ArrivalProcess(StrEnum):
     BURSTY = "bursty"
 
 
+DEFAULT_ARRIVALS: Final = ArrivalProcess(default.ARRIVALS)
+DEFAULT_PROMPT: Final = parse_lengths("--prompt", default.PROMPT)
+DEFAULT_OUTPUT: Final = parse_lengths("--output", default.OUTPUT)
+DEFAULT_TURNS: Final = parse_lengths("--turns", default.TURNS)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SynthOptions:
     """What to make. The same options give the same workload."""
 
-    requests: int = 200
+    requests: int = default.REQUESTS
     """Requests in all, later turns included."""
     seed: int = 0
-    arrivals: ArrivalProcess = ArrivalProcess.POISSON
-    rate: float = 1.0
+    arrivals: ArrivalProcess = DEFAULT_ARRIVALS
+    rate: float = default.RATE
     """New sessions per second; without turns a session is one request."""
-    burstiness: float = 0.25
+    burstiness: float = default.BURSTINESS
     """Shape of the gamma distribution of gaps: 1 is Poisson, less comes in bursts."""
     prompt: Lengths = DEFAULT_PROMPT
     """New text of each turn."""
     output: Lengths = DEFAULT_OUTPUT
-    system_prompts: int = 0
-    system_tokens: int = 0
+    system_prompts: int = default.SYSTEM_PROMPTS
+    system_tokens: int = default.SYSTEM_TOKENS
     """Each session starts with one of so many system prompts of so many tokens."""
-    turns: Lengths = ONE_TURN
+    turns: Lengths = DEFAULT_TURNS
     """Turns of a session; each contains the turns before it, outputs included."""
-    think_s: float = 20.0
+    think_s: float = default.THINK_S
     """Mean time from one turn's arrival to the next one's."""
-    max_tokens: int = 32_768
+    max_tokens: int = default.MAX_TOKENS
     """Prompt and output of one request; a session that would outgrow it ends, a first turn is cut."""
-    abort: float = 0.0
+    abort: float = default.ABORT
     """Share of requests that their client gives up."""
-    abort_after_s: float = 5.0
+    abort_after_s: float = default.ABORT_AFTER_S
     """Mean time until it does."""
-    hash_tokens: int = 64
+    hash_tokens: int = default.HASH_TOKENS
     """Prompt tokens per prefix hash: what is shared below that is lost."""
 
     def __post_init__(self) -> None:

@@ -210,6 +210,12 @@ def test_the_command_takes_every_ingredient(tmp_path: Path) -> None:
     assert len(read_workload(trace).arrivals) == 40
 
 
+def test_the_command_and_its_options_have_the_same_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "s.parquet"
+    assert run_app(["synth", "-o", str(path)]) == 0
+    assert read_trace(path).metadata.source == SynthOptions().metadata().source
+
+
 def test_an_option_that_cannot_be_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_app(["synth", "-o", str(tmp_path / "s.parquet"), "--rate", "0"]) == 2
     assert capsys.readouterr().err == "error: --rate 0: expected 1e-06 to 1000000\n"

@@ -88,11 +88,11 @@ class SlidingWindowManager(KVGroupManager):
     # -- caching ----------------------------------------------------------------------------------------------
 
     def retained_places(self, start: int, end: int, boundaries: Sequence[int]) -> list[tuple[int, int]]:
-        """The same as places, [first, last) each, for retention of what a replay of the prompt needs, and no drafts."""
-        assert self.rules.retention_interval == 0
-        alignment = self.rules.hit_alignment
-        need = self._blocks_for_hit(drop_eagle_block=False)
-        ends = [boundary // alignment * alignment // self.block_size for boundary in boundaries]
+        """Of the blocks [start, end) those that a hit at one of these boundaries needs: [first, last) each, which may
+        overlap. Without a retention interval no others are kept."""
+        alignment, shift = self.rules.hit_alignment, 1 if self.drops_eagle_block else 0
+        need = self._blocks_for_hit(drop_eagle_block=self.drops_eagle_block)
+        ends = [boundary // alignment * alignment // self.block_size + shift for boundary in boundaries]
         kept = [(max(tail_end - need, start), min(tail_end, end)) for tail_end in ends]
         return [(first, last) for first, last in kept if first < last]
 
@@ -109,7 +109,6 @@ class SlidingWindowManager(KVGroupManager):
                 return None
             mask |= (index >= shift) & ((index - shift) % per_segment >= per_segment - need)
         if interval is not None:
-            for boundary in boundaries:
-                tail_end = boundary // alignment * alignment // self.block_size + shift
-                mask |= (index >= tail_end - need) & (index < tail_end)
+            for first, last in self.retained_places(start, end, boundaries):
+                mask[first - start : last - start] = True
         return mask
