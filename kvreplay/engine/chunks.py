@@ -98,6 +98,7 @@ def chunk_rules(
     """`block_size` None: that of the aligned Mamba group."""
     aligned = [group.block_size for group in kv.groups if group.is_aligned_mamba]
     threshold = config.long_prefill_token_threshold
+    # Not `token_budget`: vLLM's rule looks at the one limit only.
     budget = config.max_num_scheduled_tokens or config.max_num_batched_tokens
     return ChunkRules(
         block_size=(block_size or aligned[0]) if aligned else None,

@@ -215,11 +215,19 @@ class KVCacheManager:
                 raise ConfigError("model.groups: prefix caching needs mamba_cache_mode 'align'")
         if not self.lookup.joint:
             raise ConfigError("model.groups: prefix caching needs a group that can be cached")
-        has_eagle = self._drafts.drops_block or any(group.is_eagle for group in self.groups)
-        if has_eagle and self._drafts.num_prefill_lookahead > self.block_size:
+        if self._drafts.drops_block or any(group.is_eagle for group in self.groups):
+            self.check_lookahead()
+
+    def check_lookahead(self) -> None:
+        """What a hit leaves out must hold all that MTP modules read ahead (vLLM: KVCacheCoordinator.__init__).
+
+        To be called where some group is a drafter's. Raises ConfigError.
+        """
+        num_modules = self._drafts.num_prefill_lookahead
+        if self.pool.enable_caching and num_modules > self.block_size:
             raise ConfigError(
-                f"prefix caching with {self._drafts.num_prefill_lookahead} MTP modules needs blocks of at least as "
-                f"many tokens, got {self.block_size}"
+                f"speculative.num_mtp_layers: prefix caching with {num_modules} MTP modules needs blocks of at least "
+                f"as many tokens, got {self.block_size}"
             )
 
     # -- looking ----------------------------------------------------------------------------------------------

@@ -244,7 +244,7 @@ class ReplayConfig:
             self._check_ranks(role)
             check_role(self.groups_of(role), role, config)
             if config.speculative is not None:
-                check_speculation(self.groups_of(role), config, self.draft_rules(role))
+                check_speculation(self.groups_of(role), config)
             self._check_engine(role)
 
     def _check_ranks(self, role: Role) -> None:
@@ -271,6 +271,7 @@ class ReplayConfig:
             drafts=self.draft_rules(role),
             has_connector=self.connector.kind != "none",
         )
+        kv.check_lookahead()  # of a model that is served, some group is the drafter's, said or not
         if self.connector.kind == "simple_cpu":
             if not any(group.is_full_attention for group in self.model.groups):
                 raise ConfigError("connector.kind: simple_cpu needs a group of full attention")
@@ -383,7 +384,7 @@ def check_role(groups: Sequence[KVCacheGroupSpec], role: Role, config: RoleConfi
         )
 
 
-def check_speculation(groups: Sequence[KVCacheGroupSpec], config: RoleConfig, rules: DraftRules) -> None:
+def check_speculation(groups: Sequence[KVCacheGroupSpec], config: RoleConfig) -> None:
     """Whether drafts go with the model's groups, and with what a step may compute."""
     speculative, scheduler = config.speculative, config.scheduler
     assert speculative is not None
@@ -394,11 +395,6 @@ def check_speculation(groups: Sequence[KVCacheGroupSpec], config: RoleConfig, ru
     if count >= smallest:
         raise ConfigError(
             f"speculative.num_speculative_tokens must be < the block_size of mamba groups ({smallest}), got {count}"
-        )
-    if config.cache.enable_prefix_caching and rules.num_prefill_lookahead > min(group.block_size for group in groups):
-        raise ConfigError(
-            f"speculative.num_mtp_layers: prefix caching with {rules.num_prefill_lookahead} MTP modules needs blocks "
-            "of at least as many tokens"
         )
     least = 1 + count + speculative.num_draft_slots
     if scheduler.token_budget < least:

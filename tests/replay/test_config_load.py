@@ -382,13 +382,40 @@ def test_a_wrong_key_of_speculation_is_named(write: WriteConfig, assignment: str
         ),
         (
             "[speculative]\nmethod = 'mtp'\nnum_speculative_tokens = 20\nnum_mtp_layers = 20\n",
-            " speculative.num_mtp_layers: prefix caching with 20 MTP modules needs blocks of at least as many tokens",
+            " speculative.num_mtp_layers: prefix caching with 20 MTP modules needs blocks of at least as many tokens, "
+            "got 16",
         ),
     ],
 )
 def test_speculation_that_does_not_go_with_the_rest_is_refused(write: WriteConfig, text: str, message: str) -> None:
     path = write(MINIMAL + text)
     assert refused(path) == f"{path}:{message}"
+
+
+@pytest.mark.parametrize(("sizes", "is_refused"), [((2, 4), False), ((2, 2), True)])
+def test_mtp_modules_read_no_further_than_a_hit_leaves_out(
+    write: WriteConfig, sizes: tuple[int, int], is_refused: bool
+) -> None:
+    """Hits end where blocks of all groups do, so it is not the smallest block that counts."""
+    window, full = sizes
+    groups = f"""
+[[model.groups]]
+kind = "sliding_window"
+block_size = {window}
+bytes_per_token = {16 // window}
+sliding_window = 8
+[[model.groups]]
+block_size = {full}
+bytes_per_token = {16 // full}
+[topology]"""
+    text = MINIMAL.replace('preset = "llama-70b"\n', "", 1).replace("[topology]", groups, 1)
+    text = text.replace("num_gpu_blocks = 100", "num_gpu_blocks = 2000")
+    path = write(text + MTP.replace("3", "4") + "num_mtp_layers = 4\n")
+    message = f"{path}: speculative.num_mtp_layers: prefix caching with 4 MTP modules needs blocks of at least as many"
+    if is_refused:
+        assert refused(path) == f"{message} tokens, got 2"
+    else:
+        assert load_config(path).config.draft_rules("decode").num_prefill_lookahead == 4
 
 
 def test_groups_that_drafts_do_not_go_with(write: WriteConfig) -> None:
