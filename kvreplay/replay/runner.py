@@ -20,6 +20,7 @@ from kvreplay.faults.blame import Blame
 from kvreplay.faults.plan import FaultPlan
 from kvreplay.faults.record import FaultStatistics
 from kvreplay.kv.content_index import ContentIndex
+from kvreplay.kv.specs import block_bytes
 from kvreplay.kv.torch_import import import_torch
 from kvreplay.replay.cluster import Cluster, RunSettings, path_timers_ns
 from kvreplay.replay.config import ReplayConfig, Role
@@ -230,6 +231,7 @@ def _summarise(options: RunOptions, played: _Played, workload: Workload, sink: M
             PlannedFault(spec=fault.spec, name=fault.name, fired=statistics.fired)
             for fault, statistics in zip(options.plan, played.statistics, strict=True)
         ],
+        block_bytes=block_bytes(options.loaded.config.model.groups),
         path_timers_ns=path_timers_ns(options.loaded.config),
     )
     return summarise(frame, facts, of_blocks)

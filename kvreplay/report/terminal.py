@@ -12,6 +12,7 @@ from kvreplay.report.baseline import baseline_section
 from kvreplay.report.layout import INDENT, Column, Line, Section, print_sections, table, title, verbatim
 from kvreplay.report.reproduce import basis, command_lines
 from kvreplay.report.tiers import tiers_section
+from kvreplay.report.transfers import transfers_section
 from kvreplay.report.trouble import crashes_section, stalled_section, violations_section
 from kvreplay.report.words import ALWAYS_SHOWN, OUTCOMES, causes, duration, listed, number, share
 from kvreplay.verdict.model import FaultCount, InEffect, Percentiles, Summary
@@ -32,6 +33,7 @@ def print_report(summary: Summary, console: Console) -> None:
         _faults(summary),
         recomputed_section(summary),
         evicted_section(summary),
+        transfers_section(summary, console.width),
         tiers_section(summary),
         _speculative(summary),
         _latency(summary),

@@ -107,6 +107,25 @@ class Loads(msgspec.Struct, frozen=True, kw_only=True):
     pulls_failed_by_cause: dict[str, int] = {}
 
 
+class Transfers(msgspec.Struct, frozen=True, kw_only=True):
+    """What producers wrote into consumers' memory: a write per request, rank and peer."""
+
+    started: int = 0
+    finished: int = 0
+    failed: int = 0
+    failed_by_cause: dict[str, int] = {}
+    expired: int = 0
+    """Blocks that nobody asked for in time and that their producer took back: no write, and no failure of one."""
+    bytes: int = 0
+    """In whole blocks of the pool, as far as they arrived."""
+    seconds: float = 0.0
+    """While there was any write."""
+    bytes_per_s: float | None = None
+    """All of them together, over `seconds`; None where that is 0."""
+    bytes_per_s_each: float | None = None
+    """One of them, on average over the time that it takes."""
+
+
 class Direction(msgspec.Struct, frozen=True, kw_only=True):
     """Copies one way between the GPU's pool and the CPU tier, over all ranks; jobs are stores, and requests' loads."""
 
@@ -327,6 +346,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     reasons: list[Reason] = []
     overdue: list[Overdue] = []
     loads: Loads = Loads()
+    transfers: Transfers | None = None
+    """None where nothing was to be transferred."""
     tiers: Tiers | None = None
     """None where there is no tier behind the GPU's pool."""
     speculative: Speculative | None = None

@@ -18,6 +18,7 @@ from kvreplay.verdict.attach import Attached, StallKey, attach
 from kvreplay.verdict.model import Crash, FaultCount, InEffect, Requests, Stall, Summary, Violation
 from kvreplay.verdict.outcomes import Outcomes, count_reasons, count_requests, followers, latency, outcomes, outcomes_of
 from kvreplay.verdict.tiers import tiers
+from kvreplay.verdict.transfers import transfers
 from kvreplay.verdict.verdict import Verdict, judge
 
 _Cause = TypeVar("_Cause", Stall, Crash)
@@ -42,6 +43,8 @@ class RunFacts:
     roles: Mapping[str, str]
     """Instance → role, in the order in which the report lists them."""
     faults: Sequence[PlannedFault] = ()
+    block_bytes: int = 0
+    """Of a block of the model, over all ranks of an engine."""
     path_timers_ns: int = 0
     """Sum of the timers on a parked request's path: what it may wait at most if all of them run out."""
 
@@ -81,6 +84,7 @@ def summarise(frame: pl.DataFrame, facts: RunFacts, findings: Sequence[Finding] 
         computed_tokens=sum(instance.computed_tokens for instance in instances),
         loaded_tokens=sum(instance.loaded_tokens for instance in instances),
         loads=counts.loads(frame),
+        transfers=transfers(frame, facts.block_bytes),
         tiers=tiers(frame, usage),
         speculative=counts.speculative(frame, usage),
         evicted_blocks=counts.evicted(frame),
