@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Final
 
+from kvreplay.behaviour.cluster import CLUSTER
 from kvreplay.behaviour.engine import ENGINE
 from kvreplay.behaviour.mooncake import MOONCAKE
 from kvreplay.behaviour.multi import MULTI
@@ -16,7 +17,9 @@ from kvreplay.behaviour.offload import OFFLOAD
 from kvreplay.behaviour.switch import Switch
 from kvreplay.errors import ConfigError
 
-SWITCHES: Final[dict[str, Switch]] = {switch.name: switch for switch in (*ENGINE, *MOONCAKE, *OFFLOAD, *MULTI)}
+SWITCHES: Final[dict[str, Switch]] = {
+    switch.name: switch for switch in (*CLUSTER, *ENGINE, *MOONCAKE, *OFFLOAD, *MULTI)
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,20 @@ ENGINE: Final = (
         ideal="refuse",
     ),
     switch(
+        "idle_engine",
+        "vllm#43433, vllm#46579, local-inference-lab/vllm#191; core.py EngineCore._process_input_queue, "
+        "scheduler.py has_requests",
+        {
+            "steps": "it goes on while a connector keeps blocks of ended requests, or a load has failed (0.33.0)",
+            "sleeps_on_frees": "with no request left to run it sleeps until one comes, and blocks that a connector has "
+            "given back meanwhile stay taken (before #43433)",
+            "sleeps_after_failed_load": "what it has to do is looked at before a failed load is taken in: its request "
+            "is taken up again when another comes",
+        },
+        v0_33="steps",
+        ideal="steps",
+    ),
+    switch(
         "invalid_block_scan",
         "scheduler.py _update_requests_with_invalid_blocks with one KV cache group",
         {

@@ -130,6 +130,7 @@ MOONCAKE: Final = (
         "pull_wait",
         "mooncake_connector.py receive_kv_from_single_worker: receive timeout per reply",
         {
+            "first-reply": "nothing ends it once a transfer has begun, of which the first reply tells (sglang#31800)",
             "per-reply": "only a missing reply for abort timeout + 60 s ends the wait",
             "bounded": "a producer that is gone is noticed at once; every wait has an end",
         },

@@ -29,7 +29,7 @@ def routes(frame: pl.DataFrame) -> pl.LazyFrame:
 
 def client_ends(frame: pl.DataFrame) -> pl.LazyFrame:
     """request_id → the row that ends it for its client: the first terminal one on its serving instance, or a
-    rejection. What ends on the producer of a pair does not count.
+    rejection by nobody. What ends on the producer of a pair does not count.
     """
     columns = ("seq", "time_ns", "kind", "instance", "request_id", "num_tokens", "cause", "output_hash")
     here = pl.col("serving").is_null() | (pl.col("instance") == pl.col("serving"))
@@ -37,6 +37,6 @@ def client_ends(frame: pl.DataFrame) -> pl.LazyFrame:
         rows_of(frame, TERMINAL_KINDS, *columns)
         .filter(pl.col("instance").is_not_null() | (pl.col("kind") == "request.rejected"))
         .join(routes(frame), on="request_id", how="left", maintain_order="left")
-        .filter(here | (pl.col("kind") == "request.rejected"))
+        .filter(here | pl.col("instance").is_null())
         .unique("request_id", keep="first", maintain_order=True)
     )

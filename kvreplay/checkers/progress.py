@@ -11,6 +11,7 @@ from kvreplay.events import DETAIL_RUN
 from kvreplay.ids import NS_PER_S
 
 DETAIL: Final = DETAIL_RUN
+_LEG_LOST: Final = ("request.aborted", "request.failed", "request.rejected")
 
 
 def check_progress(frame: pl.DataFrame) -> list[Finding]:
@@ -56,15 +57,13 @@ def _check_lost(frame: pl.DataFrame) -> list[Finding]:
 
 
 def _check_forgotten(frame: pl.DataFrame) -> list[Finding]:
-    """Pulls that waited to the end of a timeout for a producer whose own leg was aborted, or failed, meanwhile.
+    """Pulls that waited to the end of a timeout for a producer whose own leg was aborted, failed or refused meanwhile.
 
     It had dropped what it knew of them, and told nobody who waited for it. Whose client is gone waits for nothing.
     """
     leg = ["request_id", "producer"]
     asked = rows_of(frame, ["pull.sent"], "time_ns", "request_id", "peer").rename({"peer": "producer"})
-    dropped = rows_of(frame, ["request.aborted", "request.failed"], "time_ns", "request_id", "instance").rename(
-        {"instance": "producer"}
-    )
+    dropped = rows_of(frame, _LEG_LOST, "time_ns", "request_id", "instance").rename({"instance": "producer"})
     given_up = (
         rows_of(frame, ["pull.settled"], "time_ns", "instance", "request_id", "peer", "cause")
         .filter(pl.col("cause") == NOT_READY)

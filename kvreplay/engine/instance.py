@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvreplay.engine.output import SchedulerOutput
-from kvreplay.engine.request import Request
+from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.stepping import POLL_NS, SteppingInstance
 from kvreplay.errors import EngineFatal
 
@@ -68,6 +68,33 @@ class Instance(SteppingInstance):
         assert not self.is_dead
         self._arrivals.append(request)
         self.poke()
+
+    def refuse(self, request: Request, cause: str) -> None:
+        """The API server answers with an error: the engine never has it."""
+        self.catch_up()
+        self._sync_clock()
+        self._log.rejected(request, cause)
+        self.scheduler.release_unseen(request)
+        self._end_outside(request)
+        self.poke()
+
+    def forget(self, request: Request, *, is_known: bool) -> None:
+        """Its client has gone before the engine had it. `is_known`: to the API server, which may hand it on all the
+        same, so that a producer hears of it."""
+        if is_known and self.scheduler.rules.releases_rejected:
+            self.submit(request)
+            self.abort(request.request_id)
+            return
+        self.catch_up()
+        self._sync_clock()
+        self._log.aborted(request)
+        self._end_outside(request)
+
+    def _end_outside(self, request: Request) -> None:
+        assert not self.is_dead
+        request.status = RequestStatus.FINISHED_ABORTED
+        if self.on_finished is not None:
+            self.on_finished(request)
 
     def abort(self, request_id: str) -> None:
         assert not self.is_dead

@@ -10,7 +10,7 @@ from kvreplay.behaviour import Behaviour
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerRules:
-    """All False is vLLM 0.33.0."""
+    """Defaults: vLLM 0.33.0."""
 
     refuses_reset: bool = False
     """A reset that cannot empty the pool is refused instead of being fatal."""
@@ -38,6 +38,14 @@ class SchedulerRules:
     """With several groups: one takes blocks for a load before the next one has taken its hit."""
     looks_at_whole_chunks: bool = False
     """A hit in chunked local attention has all of the chunk that the next token attends to."""
+    releases_rejected: bool = True
+    """Of a request that the API server refuses or loses the connector is told, so that a producer keeps nothing."""
+    answers_refused: bool = False
+    """It is told on a producer, too, so that no consumer waits."""
+    keeps_stepping: bool = True
+    """As long as a connector keeps blocks of ended requests."""
+    sleeps_after_failed_load: bool = False
+    """Until the next request comes, if there was nothing else to do."""
 
     @classmethod
     def of(cls, behaviour: Behaviour) -> SchedulerRules:
@@ -55,6 +63,10 @@ class SchedulerRules:
             zeroes_loads_late=behaviour["zeroed_loads"] == "late",
             adopts_per_group=behaviour["hybrid_adoption"] == "per_group",
             looks_at_whole_chunks=behaviour["chunked_local_hits"] == "whole_chunk",
+            releases_rejected=behaviour["rejected_requests"] != "forget",
+            answers_refused=behaviour["rejected_requests"] == "answer",
+            keeps_stepping=behaviour["idle_engine"] != "sleeps_on_frees",
+            sleeps_after_failed_load=behaviour["idle_engine"] == "sleeps_after_failed_load",
         )
 
 

@@ -97,7 +97,11 @@ class SteppingInstance:
         self.is_dead = False
         self.is_hung = False
         """Its step waits for a copy that never ends: it takes nothing in any more."""
+        self.is_asleep = False
+        """It has overlooked that there is something to do, and will until something comes."""
         self.on_finished: Callable[[Request], None] | None = None
+        self.on_lost: Callable[[Request], None] | None = None
+        """Told of each request that goes down with the process."""
         self.on_death: Callable[[], None] | None = None
         self.more_usage: Callable[[], dict[str, int]] | None = None
         """What else is sampled with the instance's own gauges and counters."""
@@ -155,6 +159,8 @@ class SteppingInstance:
                 scheduler.lockstep.leave(request, scheduler.next_output_step)
             request.status = RequestStatus.FINISHED_ERROR
             self._log.failed(request, cause)
+            if self.on_lost is not None:
+                self.on_lost(request)
         self._arrivals.clear()
         if self.on_death is not None:
             self.on_death()
@@ -175,6 +181,7 @@ class SteppingInstance:
 
     def _begin_step(self) -> None:
         self._timer = None
+        self.is_asleep = False
         self._polls_from_ns = None
         self._log.now_ns = self._loop.now_ns
         self._log.step = self.scheduler.step + 1
@@ -223,6 +230,7 @@ class SteppingInstance:
             for request in arrivals:
                 if request.num_prompt_tokens >= scheduler.config.max_model_len:
                     self._log.rejected(request, f"max_model_len of {scheduler.config.max_model_len} exceeded")
+                    scheduler.release_unseen(request)
                     if self.on_finished is not None:
                         self.on_finished(request)
                 else:
@@ -343,6 +351,8 @@ class SteppingInstance:
             self.scheduler.take_drafts(out)
         if reports is not None:
             self._note_loaded(reports.finished_recving)
+        if self.scheduler.rules.sleeps_after_failed_load:
+            self.is_asleep = reports is not None and bool(reports.failed_recving or reports.invalid_block_ids)
         if out.has_sync_kv_loads:
             skipped = self.scheduler.skipped
             self.counters.loaded_tokens += sum(
@@ -378,7 +388,7 @@ class SteppingInstance:
 
     def _after_empty_step(self, *, progress: bool) -> None:
         """Sleep and poll again, or park until there is something to poll for."""
-        if not self.scheduler.has_requests and not self._arrivals:
+        if (not self.scheduler.has_requests or self.is_asleep) and not self._arrivals:
             self._block_on_input()
             return
         now = self._loop.now_ns

@@ -133,6 +133,7 @@ class Cluster:
             self.injector.rewrite_params,
             partial(bootstrap_url_of, config),
             aborts_both=settings.behaviour["proxy_abort"] == "both",
+            cancels=settings.behaviour["proxy_failed_prefill"] == "cancel",
         )
 
     def run(self, watch: Watch | None = None) -> None:

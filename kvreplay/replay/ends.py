@@ -80,6 +80,8 @@ class Ends:
 def _waiting_on(instance: Instance, request: Request, num_blocks_held: int) -> str:
     if instance.is_hung:
         return "a step that never ends"
+    if instance.is_asleep:
+        return "an engine that sleeps"
     scheduler = instance.scheduler
     if request.attempts >= LIVELOCK_ATTEMPTS:
         return f"progress: {request.attempts:,} times parked or preempted without a token"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from kvreplay.behaviour import Behaviour
 from kvreplay.connectors.mooncake import addresses
@@ -24,7 +24,7 @@ from kvreplay.engine.log import EngineLog
 from kvreplay.engine.options import SchedulerOptions
 from kvreplay.engine.overlapped_instance import OverlappedInstance
 from kvreplay.engine.recovery import FailureRules
-from kvreplay.engine.request import Request
+from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.rules import SchedulerRules
 from kvreplay.engine.scheduler import Scheduler
 from kvreplay.engine.stepping import Counters
@@ -53,6 +53,13 @@ from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelop
 
 _KV_ROLE: Final[Mapping[Role, str]] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _PREFIX: Final[Mapping[Role, str]] = {"prefill": "P", "decode": "D", "engine": "E"}
+
+
+class OnEnd(Protocol):
+    def __call__(self, request_id: str, *, has_finished: bool) -> None: ...
+
+
+_FINISHED: Final = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 _GAUGES: Final = ("cpu_chunks", "num_cpu_chunks")
 
@@ -84,6 +91,9 @@ class Leg:
     params: dict[str, Any] | None
     is_producers: bool = False
     """Whether it computes the prompt for another instance, whatever its parameters say by now."""
+    turned_away: str = ""
+    """Why the engine is not to have it: its client has gone while it was in the `gateway` or in the `api` server, or it
+    is answered with an `error`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +131,8 @@ class Node:
         self.role: Role = role
         self.api_address = f"{name}/api"
         self.incarnation = 0
-        self.on_end: Callable[[str], None] | None = None
-        """Told of each request that ends here."""
+        self.on_end: OnEnd | None = None
+        """Told of each request that ends here, and of a producer's also if they go down with it."""
         self._rank = rank
         self._around = surroundings
         self._counters = Counters()
@@ -216,6 +226,7 @@ class Node:
             single_steps=around.single_steps,
         )
         self.instance.on_finished = self._ended
+        self.instance.on_lost = self._lost if self.role == "prefill" else None
         self.instance.on_death = self._silence
         offload, accounts = self.offload, scheduler.accounts
         if offload is not None and accounts is not None:
@@ -449,22 +460,32 @@ class Node:
         assert envelope.kind == CLIENT_ARRIVAL, envelope.kind
         leg: Leg = envelope.payload
         content = self._around.index.content(leg.request)
-        self.instance.submit(
-            Request(
-                leg.request_id,
-                content,
-                num_prompt_tokens=content.num_prompt_tokens,
-                max_tokens=leg.max_tokens,
-                arrival_ns=self._around.bus.loop.now_ns,
-                priority=leg.priority,
-                kv_transfer_params=leg.params,
-                stop_token_ids=_stop_token_ids(leg.params),
-            )
+        request = Request(
+            leg.request_id,
+            content,
+            num_prompt_tokens=content.num_prompt_tokens,
+            max_tokens=leg.max_tokens,
+            arrival_ns=self._around.bus.loop.now_ns,
+            priority=leg.priority,
+            kv_transfer_params=leg.params,
+            stop_token_ids=_stop_token_ids(leg.params),
         )
+        if not leg.turned_away:
+            self.instance.submit(request)
+        elif leg.turned_away == "error":
+            self.instance.refuse(request, "500 Internal Server Error")
+        else:
+            self.instance.forget(request, is_known=leg.turned_away == "api")
 
     def _ended(self, request: Request) -> None:
+        self._tell_end(request, has_finished=request.status in _FINISHED)
+
+    def _lost(self, request: Request) -> None:
+        self._tell_end(request, has_finished=False)
+
+    def _tell_end(self, request: Request, *, has_finished: bool) -> None:
         if self.on_end is not None:
-            self.on_end(request.request_id)
+            self.on_end(request.request_id, has_finished=has_finished)
 
 
 def _stop_token_ids(params: dict[str, Any] | None) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 from kvreplay.connectors.mooncake.addresses import bootstrap_url
 from kvreplay.events import CONNECTION_REFUSED, Event, EventSink
 from kvreplay.replay.config import Role, Routing, TopologyConfig
-from kvreplay.replay.node import Leg
+from kvreplay.replay.node import Leg, OnEnd
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
 from kvreplay.trace.workload import Arrival, Workload
@@ -30,7 +30,7 @@ class Server(Protocol):
     name: str
     role: Role
     api_address: str
-    on_end: Callable[[str], None] | None
+    on_end: OnEnd | None
 
     @property
     def engine_id(self) -> str: ...
@@ -72,14 +72,16 @@ class Proxy:
         bootstrap_of: Callable[[str], str] = bootstrap_url,
         *,
         aborts_both: bool = False,
+        cancels: bool = False,
     ) -> None:
-        """`bootstrap_of`: producer → the URL at which its ranks can be asked for. `aborts_both`: the switch
-        proxy_abort."""
+        """`bootstrap_of`: producer → the URL at which its ranks can be asked for. `aborts_both`, `cancels`: the switches
+        proxy_abort and proxy_failed_prefill."""
         self._workload = workload
         self._bus = bus
         self._sink = sink
         self._rewrite_params = rewrite_params
         self._bootstrap_of = bootstrap_of
+        self._cancels = cancels
         self._producers = (
             Picker([node for node in nodes if node.role == "prefill"], topology.proxy_prefill)
             if topology.is_disaggregated
@@ -165,7 +167,11 @@ class Proxy:
         name = envelope.destination.partition("/")[0]
         request_id = envelope.request_ids[0]
         server = self._serving.get(request_id)
-        if server is not None and server.name == name:
+        if server is None:
+            return
+        if server.name != name:
+            self._prefill_failed(request_id)
+        else:
             self._forget(request_id)
             self._sink.emit(
                 Event(
@@ -177,14 +183,21 @@ class Proxy:
                 )
             )
 
-    def _ended(self, node: Server, request_id: str) -> None:
-        if self._serving.get(request_id) is node:
+    def _ended(self, node: Server, request_id: str, *, has_finished: bool) -> None:
+        server = self._serving.get(request_id)
+        if server is node:
             self._forget(request_id)
+        elif server is not None and not has_finished:
+            self._prefill_failed(request_id)
 
     def _forget(self, request_id: str) -> None:
         del self._serving[request_id]
         self._computing.pop(request_id, None)
         self.num_ended += 1
+
+    def _prefill_failed(self, request_id: str) -> None:
+        if self._cancels:
+            self.abort(request_id)
 
     # -- aborts -----------------------------------------------------------------------------------------------
 

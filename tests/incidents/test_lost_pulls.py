@@ -11,7 +11,7 @@ import pytest
 from kvreplay.connectors.multi.config import MultiConfig
 from kvreplay.connectors.offloading.config import OffloadingConfig
 from kvreplay.replay.config import ConnectorConfig
-from tests.incidents.ticks import at, clients, ends, engines, how, laws, ticks_of, usable
+from tests.incidents.ticks import about, at, clients, ends, engines, how, laws, ticks_of, usable
 from tests.scenarios.offload_stage import SLOT
 from tests.scenarios.stage import Play, play
 
@@ -148,6 +148,43 @@ class TestB7AFailedHandshakeIsTheRequestsThatWaitForIt:
         assert [event.num_tokens for event in played.of("bootstrap.queried")] == [1, 2, 3, 1], "tries"
         assert [event.request_id for event in played.of("load.finished")] == ["later"]
         assert laws(played) == set()
+
+
+@pytest.mark.incident("B8")
+class TestB8TheDeadlineEndsWhereTheTransferBegins:
+    """sglang#31800. Five requests are pulled at once; P answers for r0, and what it says of the other four is lost. D
+    waits for 20. What a transfer that hangs takes from others are blocks here, not slots: 16 of 20, and the fifth
+    request, at 5, needs 6.
+    """
+
+    REQUESTS = clients(at(0, "r0", 48), *(at(0, f"r{place}", 64) for place in range(1, 5)), at(5, "fifth", 96))
+    FAULTS = ("mooncake.p-slow-prefill:request=r[1-4],delay=1s", "mooncake.resp-lost:reply=last,request=r[0-4]")
+
+    def play(self, behaviour: str) -> Play:
+        config = engines(64, usable(20, max_model_len=128), receive_timeout=20)
+        return play(config, self.REQUESTS, *self.FAULTS, behaviour=behaviour)
+
+    @pytest.mark.parametrize("behaviour", ["pre-50984", "vllm-0.33 pull_wait=first-reply"])
+    def test_after_the_first_reply_nobody_minds_the_time(self, behaviour: str) -> None:
+        """Or, before vllm#50984, what becomes of it."""
+        played = self.play(behaviour)
+        assert how(played) == {"r0": "finished", **dict.fromkeys(("r1", "r2", "r3", "r4", "fifth"), "stalled")}
+        assert ticks_of(played, "pull.settled", "D0")["r0"] < 1
+        waits = {event.request_id: event.cause for event in played.of("request.stalled")}
+        assert waits == {**dict.fromkeys(("r1", "r2", "r3", "r4"), "remote KV"), "fifth": "free blocks"}
+        assert played.num_free("D0") == 4
+
+    @pytest.mark.parametrize("behaviour", ["vllm-0.33", "ideal"])
+    def test_it_holds_in_every_state(self, behaviour: str) -> None:
+        played = self.play(behaviour)
+        assert how(played) == {
+            "r0": "finished",
+            **dict.fromkeys(("r1", "r2", "r3", "r4"), "failed"),
+            "fifth": "finished",
+        }
+        assert ends(played)["r4"] == about("failed", 20)
+        assert ends(played)["fifth"] == about("finished", 20)
+        assert (laws(played), played.num_free("D0")) == (set(), 20)
 
 
 @pytest.mark.incident("B9")

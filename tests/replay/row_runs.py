@@ -84,6 +84,8 @@ _PULLS = (
     "mooncake.p-expire-before-pull",
     "mooncake.p-stop-token",
     "mooncake.p-abort-while-waiting",
+    "mooncake.p-refused",
+    "mooncake.d-left-early",
     "mooncake.tp-mismatch",
     "mooncake.group-mismatch",
     "mooncake.blocks-short",

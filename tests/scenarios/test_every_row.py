@@ -117,6 +117,8 @@ STORIES: Final[dict[str, Story]] = {
     "mooncake.p-expire-at-ready": OMITTED,
     "mooncake.p-stop-token": FIXED,
     "mooncake.p-abort-while-waiting": replace(FIXED, requests=workload(request("a", prompt_tokens=60))),
+    "mooncake.p-refused": FIXED,
+    "mooncake.d-left-early": replace(_always("aborted finished"), settings="request=a"),
     "mooncake.dup-transfer-id": _always("finished CONSERVATION CONTENT", requests=TOGETHER),
     "mooncake.role-mismatch": _always("crash failed rejected"),
     "mooncake.kv-both-chain": replace(UNSEEN, config=CHAIN),
@@ -158,7 +160,7 @@ def test_ideally_it_is_survived(name: str, policy: str) -> None:
     """Nothing is held, no law is broken, nobody waits for ever; who recomputes finishes, but for clients that leave."""
     played, ends = told(name, "ideal", recompute=policy == "recompute")
     crash = "crash " if STORIES[name].before.startswith("crash stalled") else ""  # an operator's business
-    aborted = "aborted " if STORIES[name].requests is QUEUED else ""
+    aborted = "aborted " if STORIES[name].release.startswith("aborted") else ""
     assert ends in ([f"{crash}{aborted}finished"] if policy == "recompute" else _survivals(crash, aborted))
     for node in played.cluster.nodes:
         pool = node.instance.scheduler.pool

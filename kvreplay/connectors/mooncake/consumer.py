@@ -96,6 +96,7 @@ class Consumer:
         )
         self._hears_exceptions = behaviour["mooncake_lost_pulls"] == "fail"
         self._bounds_waits = behaviour["pull_wait"] == "bounded"
+        self._times_transfers = behaviour["pull_wait"] != "first-reply"
         self._verifies = behaviour["transfer_integrity"] == "checksum"
         self._target = WriteTarget(
             memory=memory,
@@ -426,6 +427,8 @@ class Consumer:
         if is_last:
             self._close(pull)
             self._settlement.finish(pull)
+        elif not self._times_transfers:
+            self._deadlines.cancel(pull.deadline)
         elif len(pull.open) < num_open or not self._bounds_waits:
             self._expect_reply(pull, now_ns)
 

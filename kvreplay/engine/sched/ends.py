@@ -31,6 +31,20 @@ class EndsLayer(HybridLockstepLayer):
             self._finish(request, status)
         return requests
 
+    def release_unseen(self, request: Request) -> None:
+        """The API server has refused it. If another engine keeps blocks for it, the connector lets go of those (vLLM:
+        notify_kv_transfer_request_rejected, which adds it as aborted already)."""
+        params, rules = request.kv_transfer_params or {}, self.rules
+        is_told = (rules.releases_rejected and params.get("do_remote_prefill")) or (
+            rules.answers_refused and params.get("do_remote_decode")
+        )
+        if self.connector is None or not is_told:
+            return
+        self.requests[request.request_id] = request
+        self.connector.on_new_request(request)
+        request.status = RequestStatus.FINISHED_ABORTED
+        self._free_request(request)
+
     def _finish(self, request: Request, status: RequestStatus) -> None:
         request_id = request.request_id
         self._blocks_changed()

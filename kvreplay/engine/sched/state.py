@@ -197,6 +197,8 @@ class SchedulerState:
         """Whether the engine keeps stepping: unfinished work, ids to announce, or blocks a connector must release."""
         if self.has_unfinished_requests or self.finished_req_ids:
             return True
+        if not self.rules.keeps_stepping:
+            return False
         return self.connector is not None and (bool(self.requests) or self.connector.has_pending_push_work())
 
     @property

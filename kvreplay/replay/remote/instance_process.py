@@ -142,7 +142,14 @@ class InstanceProcess:
             case messages.Directory():
                 self.bus.update_directory(message.endpoints, message.gone)
             case messages.Arrival():
-                leg = Leg(message.request, message.request_id, message.max_tokens, message.priority, message.params)
+                leg = Leg(
+                    message.request,
+                    message.request_id,
+                    message.max_tokens,
+                    message.priority,
+                    message.params,
+                    turned_away=message.turned_away,
+                )
                 self._take(CLIENT_ARRIVAL, leg, message.request_id)
             case messages.Abort():
                 self._take(CLIENT_ABORT, message.request_id, message.request_id)
@@ -207,8 +214,8 @@ class InstanceProcess:
             malformed=dict(self.bus.malformed),
         )
 
-    def _ended(self, request_id: str) -> None:
-        self._say(messages.Ended(request_id=request_id))
+    def _ended(self, request_id: str, *, has_finished: bool) -> None:
+        self._say(messages.Ended(request_id=request_id, has_finished=has_finished))
 
     # -- the loop -----------------------------------------------------------------------------------------
 

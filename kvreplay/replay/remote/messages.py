@@ -54,6 +54,7 @@ class Arrival(_Message):
     max_tokens: int
     priority: int
     params: dict[str, Any] | None
+    turned_away: str = ""
 
 
 class Abort(_Message):
@@ -121,6 +122,7 @@ class Happened(_Message):
 
 class Ended(_Message):
     request_id: str
+    has_finished: bool
 
 
 class Settled(_Message):

@@ -29,7 +29,7 @@ from kvreplay.kv.content_index import ContentIndex
 from kvreplay.replay.cluster import RunSettings, Watch, bootstrap_url_of, path_timers_ns, topology_of
 from kvreplay.replay.config import Role
 from kvreplay.replay.network import LinkNetwork
-from kvreplay.replay.node import instance_names
+from kvreplay.replay.node import OnEnd, instance_names
 from kvreplay.replay.overrides import overridden
 from kvreplay.replay.proxy import Proxy
 from kvreplay.replay.remote import messages
@@ -71,7 +71,7 @@ class RemoteNode:
         self.is_ready = False
         self.is_serving = False
         """Clients can reach it."""
-        self.on_end: Callable[[str], None] | None = None
+        self.on_end: OnEnd | None = None
         self.endpoints: dict[str, str] = {}
         self.handles: list[int] = []
         """Event of the process → its handle here."""
@@ -116,10 +116,10 @@ class RemoteNode:
     def begin(self, request_id: str) -> None:
         self._live[request_id] = None
 
-    def ended(self, request_id: str) -> None:
+    def ended(self, request_id: str, *, has_finished: bool) -> None:
         self._live.pop(request_id, None)
         if self.on_end is not None:
-            self.on_end(request_id)
+            self.on_end(request_id, has_finished=has_finished)
 
     def command(self, command: Command) -> bool:
         """Carry out an action fault there, and wait until it is done."""
@@ -178,6 +178,7 @@ class _ProxyBus(Bus):
                     max_tokens=leg.max_tokens,
                     priority=leg.priority,
                     params=leg.params,
+                    turned_away=leg.turned_away,
                 )
             )
 
@@ -307,6 +308,7 @@ class RemoteCluster:
             self.injector.rewrite_params,
             partial(bootstrap_url_of, self._config),
             aborts_both=self._settings.behaviour["proxy_abort"] == "both",
+            cancels=self._settings.behaviour["proxy_failed_prefill"] == "cancel",
         )
         self._wait(lambda: all(node.is_ready for node in self._nodes.values()), _START_S, "to start")
         for node in self._nodes.values():
@@ -445,7 +447,7 @@ class RemoteCluster:
             case messages.Happened():
                 self._take_events(node, message.events)
             case messages.Ended():
-                node.ended(message.request_id)
+                node.ended(message.request_id, has_finished=message.has_finished)
             case messages.Settled():
                 self._heard_s = monotonic()
                 node.said = message

@@ -8,6 +8,7 @@ vllm#50984, and Mooncake's transfer_engine_py.cpp. An end of a pull is its consu
 from typing import Final
 
 from kvreplay.connectors.mooncake.catalogue.bootstrap import BOOTSTRAP
+from kvreplay.connectors.mooncake.catalogue.legs import LEGS
 from kvreplay.connectors.mooncake.catalogue.producers import MISFITS, PRODUCERS, STARTS
 from kvreplay.connectors.mooncake.catalogue.pulls import PULLS
 from kvreplay.connectors.mooncake.catalogue.ranks import LANDING, PEERS, RANKS
@@ -26,6 +27,7 @@ _ALL: Final = (
     *LANDING,
     *RANKS,
     *PRODUCERS,
+    *LEGS,
     *MISFITS,
     *STARTS,
 )

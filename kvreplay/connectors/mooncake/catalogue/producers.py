@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from kvreplay.connectors.mooncake.catalogue.common import FAILS_OR_RECOMPUTES, NEEDS
+from kvreplay.connectors.mooncake.catalogue.legs import is_producers_leg
 from kvreplay.connectors.mooncake.config import BOOTSTRAP_ATTEMPTS
 from kvreplay.connectors.mooncake.structs import FIRST_TOKEN_STOPS, BootstrapAnswer, MooncakeXferMetadata
 from kvreplay.ids import NS_PER_MS, NS_PER_S
@@ -28,10 +29,6 @@ from kvreplay.sim.envelope import (
 _UP: Final = "the others serve on; whoever asks it is refused at once, and finds it when it has been started again"
 
 # -- the producer's leg -----------------------------------------------------------------------------------
-
-
-def _is_producers_leg(envelope: Envelope, settings: Settings) -> bool:
-    return bool(getattr(envelope.payload, "is_producers", False))
 
 
 def _stop_at_once(params: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
@@ -163,7 +160,7 @@ PRODUCERS: Final = (
         verb="drop",
         target=CLIENT_ARRIVAL,
         survives=f"after the abort timeout {FAILS_OR_RECOMPUTES}",
-        selects=_is_producers_leg,
+        selects=is_producers_leg,
         needs=NEEDS,
     ),
     FaultRow(
@@ -173,7 +170,7 @@ PRODUCERS: Final = (
         target=CLIENT_ARRIVAL,
         survives=f"{FAILS_OR_RECOMPUTES}; the producer's blocks expire another abort timeout later",
         settings={"delay": Setting(default=500 * NS_PER_S, unit=DURATION, doc="how much later the prompt is there")},
-        selects=_is_producers_leg,
+        selects=is_producers_leg,
         needs=NEEDS,
     ),
     FaultRow(
