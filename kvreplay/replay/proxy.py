@@ -74,8 +74,8 @@ class Proxy:
         aborts_both: bool = False,
         cancels: bool = False,
     ) -> None:
-        """`bootstrap_of`: producer → the URL at which its ranks can be asked for. `aborts_both`, `cancels`: the switches
-        proxy_abort and proxy_failed_prefill."""
+        """`bootstrap_of`: producer → the URL at which its ranks can be asked for. `aborts_both` and `cancels` are the
+        switches proxy_abort and proxy_failed_prefill."""
         self._workload = workload
         self._bus = bus
         self._sink = sink
