@@ -24,8 +24,9 @@ class TestF5BlocksAreZeroedWhenTheirLoadHasLanded:
     LATE = "vllm-0.33 zeroed_loads=late"
 
     def play(self, behaviour: str, *faults: str, prompt_tokens: int = 64, overlaps: bool = True) -> Play:
-        scheduler = {"decode": {"async_scheduling": overlaps}}
-        config = producer_and_consumer(40, 40, groups=(FULL, STATES), scheduler=scheduler, max_model_len=160)
+        config = producer_and_consumer(
+            40, 40, groups=(FULL, STATES), scheduler={"decode": {"async_scheduling": overlaps}}, max_model_len=160
+        )
         decode = config.roles["decode"]
         decode = replace(decode, timing=replace(decode.timing, fixed_ns=30 * NS_PER_MS))
         clients = workload(
