@@ -1,9 +1,9 @@
 """What was moved from producers to consumers, where there is room to say so."""
 
+from kvreplay.ids import plural
 from kvreplay.report.layout import INDENT, WIDE, Line, Section, title
 from kvreplay.report.words import causes, duration, size
 from kvreplay.verdict.model import Summary
-from kvreplay.verdict.verdict import plural
 
 
 def transfers_section(summary: Summary, width: int) -> Section:
