@@ -213,6 +213,17 @@ MOONCAKE: Final = (
         ideal="acknowledged",
     ),
     switch(
+        "rank_blocks",
+        "vllm#19341; v1/core/kv_cache_utils.py get_kv_cache_configs",
+        {
+            "first": "the pool is as large as the first rank's memory: a block that another rank does not have is "
+            "somebody else's there (NixlConnector before #19341)",
+            "least": "it has the blocks that every rank has (0.33.0)",
+        },
+        v0_33="least",
+        ideal="least",
+    ),
+    switch(
         "mooncake_heads",
         "vllm#45330, vllm#43523; mooncake_connector.py _compute_sender_transfer_plan; utils.py TransferTopology",
         {

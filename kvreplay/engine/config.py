@@ -197,6 +197,8 @@ class CacheConfig:
     """`num_gpu_blocks` includes block 0, the null block."""
 
     num_gpu_blocks: int
+    rank_gpu_blocks: tuple[int, ...] | None = None
+    """How many of them each rank has memory for, where that differs; None: for all."""
     enable_prefix_caching: bool = True
     prefix_cache_retention_interval: int | None = 0
     prefix_match_unit: int | None = None
@@ -205,11 +207,18 @@ class CacheConfig:
     def __post_init__(self) -> None:
         if self.num_gpu_blocks < 2:
             raise ConfigError(f"cache.num_gpu_blocks must be >= 2, got {self.num_gpu_blocks}")
+        if self.rank_gpu_blocks is not None and min(self.rank_gpu_blocks, default=0) < 2:
+            raise ConfigError(f"cache.rank_gpu_blocks must be >= 2 each, got {_listed(self.rank_gpu_blocks) or 'none'}")
         interval = self.prefix_cache_retention_interval
         if interval is not None and interval < 0:
             raise ConfigError(f"cache.prefix_cache_retention_interval must be >= 0, got {interval}")
         if self.prefix_match_unit is not None and self.prefix_match_unit <= 0:
             raise ConfigError(f"cache.prefix_match_unit must be > 0, got {self.prefix_match_unit}")
+
+    def pool_blocks(self, *, as_first_rank: bool = False) -> int:
+        """Blocks of the pool: as many as every rank has (vLLM: get_kv_cache_configs), or as the first one has."""
+        ranks = self.rank_gpu_blocks or ()
+        return min((self.num_gpu_blocks, *(ranks[:1] if as_first_rank else ranks)))
 
 
 def _listed(numbers: Iterable[float]) -> str:

@@ -254,6 +254,11 @@ class ReplayConfig:
             raise ConfigError(
                 "topology.tp, topology.pp: ranks of an instance are modelled with mooncake and offloading only so far"
             )
+        of_ranks = self.roles[role].cache.rank_gpu_blocks
+        if of_ranks is not None and len(of_ranks) != self.topology.num_ranks(role):
+            raise ConfigError(
+                f"cache.rank_gpu_blocks: {role} has {self.topology.num_ranks(role)} ranks, got {len(of_ranks)} numbers"
+            )
         heads = self.model.num_kv_heads
         if heads is not None and heads % tp_size and tp_size % heads:
             raise ConfigError(f"topology.tp: {role} has {tp_size}, which does not go with {heads} model.num_kv_heads")
@@ -363,9 +368,9 @@ class ReplayConfig:
 def check_role(groups: Sequence[KVCacheGroupSpec], role: Role, config: RoleConfig) -> None:
     """Whether this role's pool and budget can serve any request that the model allows."""
     where = "" if role == "engine" else f"{role}."
-    num_blocks = config.cache.num_gpu_blocks
-    if num_blocks > MAX_BLOCKS:
-        raise ConfigError(f"{where}cache.num_gpu_blocks must be <= {MAX_BLOCKS}, got {num_blocks}")
+    if config.cache.num_gpu_blocks > MAX_BLOCKS:
+        raise ConfigError(f"{where}cache.num_gpu_blocks must be <= {MAX_BLOCKS}, got {config.cache.num_gpu_blocks}")
+    num_blocks = config.cache.pool_blocks()
     scheduler = config.scheduler
     needed = sum(group.max_blocks(scheduler.max_in_flight_tokens, scheduler.max_model_len) for group in groups)
     if config.speculative is not None:

@@ -16,7 +16,7 @@ from kvreplay.connectors.multi.workers import MultiWorkers
 from kvreplay.connectors.offloading.rank_memory import RankMemory
 from kvreplay.engine.acceptance import DraftCounters, SyntheticAcceptance
 from kvreplay.engine.accounts import RecomputeAccounts
-from kvreplay.engine.config import SpeculativeConfig
+from kvreplay.engine.config import CacheConfig, SpeculativeConfig
 from kvreplay.engine.connector import EngineWorkers, SchedulerConnector
 from kvreplay.engine.history.skipped_waiting import scheduler_kind
 from kvreplay.engine.instance import Instance
@@ -118,6 +118,10 @@ class Surroundings:
     """Off, together with `single_steps`: the plain way, to test the shortcuts against."""
 
 
+def num_pool_blocks(cache: CacheConfig, behaviour: Behaviour) -> int:
+    return cache.pool_blocks(as_first_rank=behaviour["rank_blocks"] == "first")
+
+
 def tier_names(index: ContentIndex, arrivals: Sequence[PromptSource], behaviour: Behaviour) -> KeyArray | None:
     """`Surroundings.tier_names`."""
     return shared_names(index, arrivals) if behaviour["offload_keys"] == "tokens" else None
@@ -169,7 +173,7 @@ class Node:
         rules = SchedulerRules.of(around.behaviour)
         log = EngineLog(around.sink, self.name)
         pool = BlockPool(
-            role.cache.num_gpu_blocks,
+            num_pool_blocks(role.cache, around.behaviour),
             num_group_keys(around.index.num_keys, len(groups)),
             enable_caching=role.cache.enable_prefix_caching,
         )
@@ -351,7 +355,9 @@ class Node:
         from kvreplay.connectors.mooncake.sharded_buffers import make_buffers
 
         shares = around.sharding.row_shares(*around.config.topology.parallel_sizes(self.role))
-        buffers = make_buffers(scheduler.pool.num_blocks, self._groups, shares)
+        of_ranks = around.config.role(self.role).cache.rank_gpu_blocks
+        sizes = around.sharding.by_share(of_ranks, *self._sizes) if of_ranks is not None else None
+        buffers = make_buffers(scheduler.pool.num_blocks, self._groups, shares, sizes)
         return WorkerModel(scheduler, buffers, every_read=around.config.kv.check == "every-read")
 
     def _mooncake(self, memory: KVMemory) -> EngineWorkers:

@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from kvreplay.errors import ConfigError
 from kvreplay.ids import NS_PER_MS
 from kvreplay.kv.specs import KVCacheGroupSpec
 from kvreplay.replay.config import ReplayConfig
+from kvreplay.replay.config_load import config_from_json
 from kvreplay.sim.envelope import WRITE_DATA
 from tests.connectors.mooncake.engines import Engines
 from tests.scenarios.offload_stage import offloading, there_and_back
-from tests.scenarios.stage import BLOCK, Play, Sizes, judge, pair, play, request, workload
+from tests.scenarios.stage import BLOCK, Play, Sizes, judge, pair, play, request, role, workload
 from tests.scenarios.test_ranks import FOUR_TO_TWO
 
 ONE = workload(request("a"))
@@ -131,3 +133,46 @@ class TestL4OneRankHasNoRoom:
         assert [(event.request_id, event.cause) for event in played.of("request.stalled")] == [
             ("b", "an undecided lookup")
         ]
+
+
+@pytest.mark.incident("L5")
+class TestL5RanksWithDifferentNumbersOfBlocks:
+    """vllm#19341: rank 0 has 22 blocks, rank 1 has 18; the consumer's pool is that of both, or of the first.
+
+    (The record has 10 and 8: the longest request of this model needs 16.) `a` has 8 of them, `b` the next 12; then the
+    prompt of `a` is hit.
+    """
+
+    CLIENTS = workload(
+        request("a", 0, prompt_tokens=28, output_tokens=2, text="abcdefg"),
+        request("b", 100, prompt_tokens=48),
+        request("c", 200, prompt_tokens=32, output_tokens=2, text="abcdefgh"),
+    )
+
+    def play(self, behaviour: str, *of_ranks: int) -> Play:
+        roomy = role(num_gpu_blocks=40)
+        base = pair(prefill=roomy, decode=roomy, ranks=((2, 1), (2, 1)))
+        cache = replace(base.roles["decode"].cache, rank_gpu_blocks=of_ranks)
+        config = replace(base, roles={**base.roles, "decode": replace(base.roles["decode"], cache=cache)})
+        assert config_from_json(config.to_json()) == config
+        return play(config, self.CLIENTS, behaviour=behaviour)
+
+    @pytest.mark.parametrize("behaviour", ["vllm-0.33", "ideal"])
+    def test_only_blocks_that_every_rank_has_are_given_out(self, behaviour: str) -> None:
+        played = self.play(behaviour, 22, 18)
+        assert not played.violations
+        assert {kind for kind, _, _ in played.ends().values()} == {"finished"}
+        given = {block for event in played.of("block.allocated", instance="D0") for block in event.block_ids or ()}
+        assert max(given) == 17
+
+    def test_else_a_rank_reads_and_writes_anothers(self) -> None:
+        played = self.play("vllm-0.33 rank_blocks=first", 22, 18)
+        assert {event.status for event in played.violations} == {"CONTENT"}
+        assert {event.request_id for event in played.violations} == {"c"}
+
+    def test_where_the_first_has_least_nobody_notices(self) -> None:
+        assert not self.play("vllm-0.33 rank_blocks=first", 18, 22).violations
+
+    def test_each_rank_has_a_number(self) -> None:
+        with pytest.raises(ConfigError, match=r"cache\.rank_gpu_blocks: decode has 2 ranks, got 1 numbers"):
+            self.play("vllm-0.33", 22)

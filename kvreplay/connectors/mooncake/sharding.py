@@ -65,6 +65,11 @@ class Sharding:
         """The shares of an engine's rows, in order: rank by rank."""
         return tuple(share for ranks in all_ranks(tp_size, pp_size) for share in self.shares_of(ranks))
 
+    def by_share(self, of_ranks: Sequence[int], tp_size: int, pp_size: int) -> list[int]:
+        """What each rank has, for each of `row_shares`."""
+        own = zip(all_ranks(tp_size, pp_size), of_ranks, strict=True)
+        return [value for ranks, value in own for _ in self.shares_of(ranks)]
+
     def layout(self, groups: Sequence[KVCacheGroupSpec], engine_id: str, ranks: Ranks) -> KVLayout:
         """One region per KV cache group and stage, which stands for all of its layers."""
         regions = []

@@ -21,7 +21,7 @@ from kvreplay.replay.config_load import config_from_json
 from kvreplay.replay.ends import Ends
 from kvreplay.replay.findings import LiveFindings
 from kvreplay.replay.network import LinkNetwork
-from kvreplay.replay.node import Leg, Node, Surroundings, instance_names, tier_names
+from kvreplay.replay.node import Leg, Node, Surroundings, instance_names, num_pool_blocks, tier_names
 from kvreplay.replay.remote import messages
 from kvreplay.replay.remote.shared_blame import SharedBlame
 from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
@@ -90,7 +90,7 @@ class InstanceProcess:
         )
         roles = instance_names(config)
         rank = list(roles).index(setup.name) + 1
-        self._num_blocks = config.role(roles[setup.name]).cache.num_gpu_blocks
+        self._num_blocks = num_pool_blocks(config.role(roles[setup.name]).cache, behaviour)
         self._node: Node | None = None
         self._node = self.node = Node(setup.name, roles[setup.name], rank, surroundings)
         self._is_serving = False
