@@ -6,6 +6,17 @@ from kvreplay.behaviour.switch import switch
 
 CLUSTER: Final = (
     switch(
+        "proxy_abort",
+        "sglang#28236; mooncake_connector_proxy.py: only the decode leg's stream is closed",
+        {
+            "serving": "of a client that goes away only the instance that serves it hears: its producer computes the "
+            "prompt in vain",
+            "both": "the producer drops it, too",
+        },
+        v0_33="serving",
+        ideal="both",
+    ),
+    switch(
         "proxy_failed_prefill",
         "aibrix#2289, sglang#9726; vLLM's mooncake_connector_proxy.py sends both legs, and nobody waits for the "
         "producer's answer",

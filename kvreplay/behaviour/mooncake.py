@@ -1,4 +1,4 @@
-"""Switches of the Mooncake connector, and of the proxy before a pair."""
+"""Switches of the Mooncake connector."""
 
 from typing import Final
 
@@ -39,17 +39,6 @@ MOONCAKE: Final = (
         },
         v0_33="forget",
         ideal="answer",
-    ),
-    switch(
-        "proxy_abort",
-        "sglang#28236; mooncake_connector_proxy.py: only the decode leg's stream is closed",
-        {
-            "serving": "of a client that goes away only the instance that serves it hears: its producer computes the "
-            "prompt in vain",
-            "both": "the producer drops it, too",
-        },
-        v0_33="serving",
-        ideal="both",
     ),
     switch(
         "mooncake_registration",

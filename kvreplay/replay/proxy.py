@@ -92,7 +92,7 @@ class Proxy:
         """Requests that have not ended yet → the instance that serves the client."""
         self._aborts_both = aborts_both
         self._computing: dict[str, Server] = {}
-        """The same → the producer of each, where it is to hear of aborts."""
+        """The same → the producer of each, where it is to hear of an abort; once it has been told it is not here."""
         self.num_ended = 0
         for node in nodes:
             node.on_end = partial(self._ended, node)
@@ -196,7 +196,8 @@ class Proxy:
         self.num_ended += 1
 
     def _prefill_failed(self, request_id: str) -> None:
-        if self._cancels:
+        was_told = self._aborts_both and request_id not in self._computing
+        if self._cancels and not was_told:
             self.abort(request_id)
 
     # -- aborts -----------------------------------------------------------------------------------------------
@@ -207,7 +208,7 @@ class Proxy:
         if server is None:
             return False
         self._sink.emit(Event("request.aborted", self._bus.loop.now_ns, request_id=request_id))
-        producer = self._computing.get(request_id)
+        producer = self._computing.pop(request_id, None)
         for node in (server,) if producer is None else (server, producer):
             self._bus.post(
                 Envelope(

@@ -87,6 +87,18 @@ class TestClients:
         assert played.ends() == {"a": ("aborted", "D0", 6)}
         assert played.log("request.finished") == [(11, "request.finished", "P0", "a")]
 
+    @pytest.mark.parametrize("switches", ["", " proxy_failed_prefill=cancel"])
+    def test_or_to_the_producer_as_well(self, switches: str) -> None:
+        """Once: that it ends the request there is no failure that the client must hear of."""
+        behaviour = f"vllm-0.33 proxy_abort=both{switches}"
+        played = play(pair(), workload(request("a"), aborts=[("a", 5)]), behaviour=behaviour)
+        assert played.log("request.aborted") == [
+            (5, "request.aborted", None, "a"),
+            (6, "request.aborted", "D0", "a"),
+            (11, "request.aborted", "P0", "a"),
+        ]
+        assert played.of("request.finished") == []
+
     def test_an_abort_after_the_end_is_not_made(self) -> None:
         played = play(single(), workload(request("a", output_tokens=1), aborts=[("a", 11.5)]))
         assert played.of("request.aborted") == []
