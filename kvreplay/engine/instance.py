@@ -11,6 +11,7 @@ from kvreplay.engine.output import SchedulerOutput
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.stepping import POLL_NS, SteppingInstance
 from kvreplay.errors import EngineFatal
+from kvreplay.sim.event_loop import FOREVER_NS
 
 _COAST_STEPS = 4096
 _REPEATS_TOLD = 60
@@ -61,7 +62,12 @@ class Instance(SteppingInstance):
     @property
     def reported_ns(self) -> int:
         """Every event of this instance before this instant has been emitted."""
-        return self._coast.start_ns if self._coast is not None else self._loop.now_ns
+        return min(self.unreported_from_ns, self._loop.now_ns)
+
+    @property
+    def unreported_from_ns(self) -> int:
+        """Since when it may have events to emit, while it coasts; else never."""
+        return self._coast.start_ns if self._coast is not None else FOREVER_NS
 
     def submit(self, request: Request) -> None:
         """A request reaches the instance's input queue."""

@@ -20,7 +20,7 @@ from kvreplay.faults.topology import TopologyInfo
 from kvreplay.faults.verb import ActionVerb, MessageVerb
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.catalogue import Death
-from kvreplay.sim.envelope import Command, Delivery, Envelope
+from kvreplay.sim.envelope import NEW_IDENTITY, Command, Delivery, Envelope
 from kvreplay.sim.event_loop import EventLoop
 
 Observer = Callable[[Event], None]
@@ -269,7 +269,7 @@ class Injector:
             for release in holding.take_all():
                 release()
         for instance in list(self._down):
-            self._bus.command(instance, Command("restart", {"identity": "new"}))
+            self._bus.command(instance, Command("restart", {"identity": NEW_IDENTITY}))
         self._down.clear()
         self._arrivals.clear()
         self._startups.clear()

@@ -29,7 +29,7 @@ SAMPLE_NS: Final = 10 * NS_PER_S
 """vLLM's own log interval (VLLM_LOG_STATS_INTERVAL)."""
 _CHUNK: Final = 20_000
 """Actions between two looks at the progress."""
-_HEAL_BOUND_NS: Final = 24 * 3600 * NS_PER_S
+HEAL_BOUND_NS: Final = 24 * 3600 * NS_PER_S
 """What has not ended so long after healing never will."""
 
 Watch = Callable[[int, int], None]
@@ -144,7 +144,7 @@ class Cluster:
         self._play(watch)
         self.ends.report_stalls()
         self._heal()
-        self._play(watch, until_ns=self.loop.now_ns + _HEAL_BOUND_NS)
+        self._play(watch, until_ns=self.loop.now_ns + HEAL_BOUND_NS)
         self.ends.close_accounts()
 
     # -- phases -----------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ from kvreplay.replay.simple_cpu import SimpleCpu
 from kvreplay.replay.tier_owner import TierOwner
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.catalogue import Death
-from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
+from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, NEW_IDENTITY, Command, Envelope
 
 _KV_ROLE: Final[Mapping[Role, str]] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _PREFIX: Final[Mapping[Role, str]] = {"prefill": "P", "decode": "D", "engine": "E"}
@@ -135,6 +135,7 @@ class Node:
         self.role: Role = role
         self.api_address = f"{name}/api"
         self.incarnation = 0
+        self.engine_id = addresses.engine_id_of(name, 0)
         self.on_end: OnEnd | None = None
         """Told of each request that ends here, and of a producer's also if they go down with it."""
         self._rank = rank
@@ -155,10 +156,6 @@ class Node:
     @property
     def is_up(self) -> bool:
         return not self.instance.is_dead
-
-    @property
-    def engine_id(self) -> str:
-        return addresses.engine_id_of(self.name, self.incarnation)
 
     @property
     def num_requests(self) -> int:
@@ -367,6 +364,7 @@ class Node:
             self.name,
             self.incarnation,
             self.kv_role,
+            engine_id=self.engine_id,
             tp_size=tp_size,
             pp_size=pp_size,
             sharding=around.sharding,
@@ -407,11 +405,13 @@ class Node:
         self.instance.kill("instance crashed")
         return True
 
-    def restart(self) -> bool:
-        """A new process with empty memory and a new engine id."""
+    def restart(self, identity: str = NEW_IDENTITY) -> bool:
+        """A new process with empty memory and new ports, under a new engine id, or under the same: a configured one."""
         if self.is_up:
             return False
         self.incarnation += 1
+        if identity == NEW_IDENTITY:
+            self.engine_id = addresses.engine_id_of(self.name, self.incarnation)
         self._counters.preemptions += self.instance.scheduler.num_preemptions
         if self.instance.more_usage is not None:
             self._earlier_usage = self.instance.more_usage()
@@ -432,7 +432,7 @@ class Node:
             case "crash":
                 return self.crash(command)
             case "restart":
-                return self.restart()
+                return self.restart(arguments["identity"])
         if not self.is_up:
             return False
         match command.verb:

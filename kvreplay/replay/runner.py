@@ -22,7 +22,7 @@ from kvreplay.faults.record import FaultStatistics
 from kvreplay.kv.content_index import ContentIndex
 from kvreplay.kv.specs import block_bytes
 from kvreplay.kv.torch_import import import_torch
-from kvreplay.replay.cluster import Cluster, RunSettings, path_timers_ns
+from kvreplay.replay.cluster import Cluster, RunSettings, Watch, path_timers_ns
 from kvreplay.replay.config import ReplayConfig, Role
 from kvreplay.replay.config_load import LoadedConfig
 from kvreplay.replay.presets import find_trace
@@ -141,12 +141,7 @@ def _play(options: RunOptions, workload: Workload, sink: MemoryTrace, advance: A
     if options.transport == "zmq":
         return _play_remotely(options, workload, sink, advance)
     cluster = Cluster(_settings(options), workload, sink)
-
-    def watch(num_ended: int, reported_ns: int) -> None:
-        sink.advance(reported_ns)
-        advance(num_ended, reported_ns)
-
-    cluster.run(watch)
+    cluster.run(_watch(sink, advance))
     advance(len(workload.arrivals), cluster.loop.now_ns)
     return _Played(
         cluster.loop.now_ns, cluster.roles, cluster.injector.statistics(), cluster.index, cluster.injector.blame
@@ -161,11 +156,19 @@ def _play_remotely(options: RunOptions, workload: Workload, sink: MemoryTrace, a
     cluster = RemoteCluster(
         _settings(options), workload, sink, trace=options.trace, limit=options.limit, scale=options.time_scale
     )
-    cluster.run(advance)
+    cluster.run(_watch(sink, advance))
     advance(len(workload.arrivals), cluster.end_ns)
     return _Played(
         cluster.end_ns, cluster.roles, cluster.statistics(), cluster.index, cluster.injector.blame, cluster.warnings
     )
+
+
+def _watch(sink: MemoryTrace, advance: Advance) -> Watch:
+    def watch(num_ended: int, reported_ns: int) -> None:
+        sink.advance(reported_ns)
+        advance(num_ended, reported_ns)
+
+    return watch
 
 
 def _sink(options: RunOptions, metadata: TraceMetadata) -> AbstractContextManager[MemoryTrace]:

@@ -114,6 +114,11 @@ class Answer:
     never: bool = False
 
 
+NEW_IDENTITY: Final = "new"
+SAME_IDENTITY: Final = "same"
+"""What a `restart` says of the engine id: a random one, or one that is configured."""
+
+
 @dataclass(slots=True)
 class Command:
     """What an action fault tells a control address to do: `crash`, `restart`, `abort`, `preempt`, ..."""

@@ -155,7 +155,7 @@ def test_healing_brings_the_dead_back_at_once_and_only_once() -> None:
 
 
 @pytest.mark.parametrize("identity", ["same", "new"])
-def test_a_restart_keeps_or_changes_the_identity(identity: str) -> None:
+def test_a_restart_says_which_identity_it_comes_back_with(identity: str) -> None:
     bench = Bench(f"engine.restart:at=1s,down=2s,identity={identity}")
     bench.run()
     assert bench.commands == [(1.0, "P0", "crash", {}), (3.0, "P0", "restart", {"identity": identity})]

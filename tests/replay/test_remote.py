@@ -110,6 +110,29 @@ def test_a_run_has_the_same_events_in_virtual_time_and_over_sockets(tmp_path: Pa
     assert [one["fingerprint"] for one in real] == [virtual["fingerprint"]] * 2
 
 
+@pytest.mark.parametrize("identity", ["same", "new"])
+def test_a_restarted_producer_is_found_or_not_as_in_virtual_time(identity: str) -> None:
+    told = ("decode-stall", *QUICK, "--inject", f"engine.restart:instance=P0,at=3s,down=1s,identity={identity}")
+    virtual = run(*told)
+    assert run(*told, "--transport", "zmq", "--time-scale", "10000")["fingerprint"] == virtual["fingerprint"]
+    assert virtual["requests"]["failed"] == (8 if identity == "same" else 1)
+
+
+@pytest.mark.parametrize("profile", ["vllm-0.33", pytest.param("ideal", marks=pytest.mark.slow)])
+def test_an_engine_that_dies_of_itself_is_gone_for_its_router_and_its_peers(tmp_path: Path, profile: str) -> None:
+    """It counts as idle from then on, and a write into its memory fails at once."""
+    trace = str(tmp_path / "busy.parquet")
+    assert run_app(["synth", "-o", trace, "--requests", "60", "--rate", "20", "--seed", "5"]) == 0
+    router = ("--set", "topology.proxy_decode=least_loaded")
+    dies = ("--inject", "engine.step-raises:instance=D1,at=1500ms")
+    told = (trace, "--config", "mooncake-1p1d", *CROWD, *router, *dies, "--profile", profile)
+    virtual = run(*told)
+    real = run(*told, "--transport", "zmq", "--time-scale", "10000")
+    assert [crash["instance"] for crash in virtual["crashes"]] == ["D1"]
+    assert virtual["requests"]["rejected"] > 10
+    assert real["fingerprint"] == virtual["fingerprint"]
+
+
 @pytest.mark.slow
 def test_two_runs_over_sockets_have_the_same_events() -> None:
     arguments = ["client-aborts", "--inject", "timeout:p=0.3", *QUICK, "--transport", "zmq", "--time-scale", "1000"]

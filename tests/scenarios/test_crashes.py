@@ -56,6 +56,29 @@ class TestProducer:
         (node,) = (node for node in played.cluster.nodes if node.name == "P0")
         assert node.engine_id == "P0#1"
 
+    @pytest.mark.parametrize(
+        ("behaviour", "end"), [("vllm-0.33", ("failed", "D0", 542_001)), ("ideal", ("failed", "D0", 2_002))]
+    )
+    def test_under_the_same_identity_peers_go_on_to_its_old_ports(
+        self, behaviour: str, end: tuple[str, str, float]
+    ) -> None:
+        """With a configured engine id D goes on with the address that it has cached: 540 s for each request. Ideally
+        D forgets it once it gets no answer there, and the next request asks again."""
+        comes_back = "engine.restart:at=500ms,down=1s,instance=P0,identity={}"
+        three = workload(request("a"), request("b", 2_000), request("c", 600_000))
+        ends = play(pair(), three, comes_back.format("same"), behaviour=behaviour).ends()
+        assert ends["a"][0] == "finished"
+        assert ends["b"] == end
+        assert ends["c"][0] == ("finished" if behaviour == "ideal" else "failed")
+        new = play(pair(), three, comes_back.format("new"), behaviour=behaviour)
+        assert {kind for kind, _, _ in new.ends().values()} == {"finished"}
+
+    def test_the_engine_id_stays_or_changes_and_the_ports_change(self) -> None:
+        for identity, engine_id in (("same", "P0#0"), ("new", "P0#1")):
+            played = play(pair(), ONE, f"engine.restart:at=500ms,down=1s,instance=P0,identity={identity}")
+            (node,) = (node for node in played.cluster.nodes if node.name == "P0")
+            assert (node.engine_id, node.incarnation) == (engine_id, 1)
+
     def test_a_crash_after_the_write_harms_nobody(self) -> None:
         """The bytes are at D at 12; P dies at 13.5, when it has told so: the reply was sent at 13."""
         played = play(pair(), ONE, "peer-crash:at=14500us")

@@ -75,8 +75,8 @@ class RankGroup:
         self._arrived: list[RankReport] = []
         self._loading: dict[str, Sequence[Sequence[int]]] = {}
         """Requests that are being loaded → their blocks: a report of wrong blocks does not say whose they are."""
-        self._unacknowledged: dict[tuple[int, int], RankReport] = {}
-        self._retries = 0
+        self._unacknowledged: dict[tuple[int, int], tuple[RankReport, int]] = {}
+        """(rank, number) → the report, and how often it was sent before."""
         self._retry: Timer | None = None
         self._is_collecting = False
         self._is_dead = False
@@ -97,11 +97,9 @@ class RankGroup:
         for rank, worker in enumerate(self.workers):
             output = worker.get_finished(finished_req_ids)
             if output is not None:
-                self._send(self._next_report(rank, output))
+                self._send(self._next_report(rank, output), 0)
         self._is_collecting = False
-        if self._unacknowledged and self._retry is None:
-            self._retries = 0
-            self._retry = self._bus.loop.call_later(_RETRY_NS, self._send_again)
+        self._retry_later()
         arrived, self._arrived = self._arrived, []
         if not arrived:
             return None
@@ -126,10 +124,10 @@ class RankGroup:
         self._numbers[rank] += 1
         report = RankReport(rank, self._numbers[rank], output)
         if self._acknowledges:
-            self._unacknowledged[rank, report.number] = report
+            self._unacknowledged[rank, report.number] = (report, 0)
         return report
 
-    def _send(self, report: RankReport) -> None:
+    def _send(self, report: RankReport, attempt: int) -> None:
         envelope = Envelope(
             kind=RANK_REPORT,
             source=f"{self._instance}/rank/{report.rank}",
@@ -137,7 +135,7 @@ class RankGroup:
             payload=report,
             request_ids=self._named_in(report.output),
             conversation=f"rank/{self.workers[0].identity.engine_id}/{report.rank}/{report.number}",
-            attempt=self._retries,
+            attempt=attempt,
             peer_index=report.rank,
             num_peers=len(self.workers),
         )
@@ -154,10 +152,14 @@ class RankGroup:
     def _send_again(self) -> None:
         """What has been lost on its way; for a while only, so that a run with a rank that is cut off ends."""
         self._retry = None
-        self._retries += 1
-        for report in list(self._unacknowledged.values()):
-            self._send(report)
-        if self._unacknowledged and self._retries < _MAX_RETRIES:
+        for key, (report, attempt) in list(self._unacknowledged.items()):
+            if attempt < _MAX_RETRIES:
+                self._unacknowledged[key] = (report, attempt + 1)
+                self._send(report, attempt + 1)
+        self._retry_later()
+
+    def _retry_later(self) -> None:
+        if self._retry is None and any(attempt < _MAX_RETRIES for _, attempt in self._unacknowledged.values()):
             self._retry = self._bus.loop.call_later(_RETRY_NS, self._send_again)
 
     def _receive(self, envelope: Envelope) -> None:
@@ -166,12 +168,16 @@ class RankGroup:
             return
         if not self._acknowledges:
             self._arrived.append(report)
-        elif self._unacknowledged.get((report.rank, report.number)) is report:
+        elif self._is_expected(report):
             self._acknowledge(report)
         else:
             return  # counted before, or not this rank's word
         if self._arrived and not self._is_collecting:
             self._on_report()
+
+    def _is_expected(self, report: RankReport) -> bool:
+        expected = self._unacknowledged.get((report.rank, report.number))
+        return expected is not None and expected[0] is report
 
     def _acknowledge(self, report: RankReport) -> None:
         """Take it once those before it are there: a completion must not overtake its failure."""
@@ -191,6 +197,7 @@ def start_workers(
     incarnation: int,
     role: str,
     *,
+    engine_id: str | None = None,
     tp_size: int = 1,
     pp_size: int = 1,
     sharding: Sharding | None = None,
@@ -206,7 +213,8 @@ def start_workers(
 ) -> MooncakeWorkers:
     """The workers of one engine. `memory`: its rows, in which the ranks' shares follow each other (`Sharding`).
 
-    `on_registered` is told once: when every rank of a producer has registered, or of the first that could not.
+    `engine_id`: None gives each incarnation its own. `on_registered` is told once: when every rank of a producer has
+    registered, or of the first that could not.
     """
     workers: list[MooncakeWorker] = []
     left = tp_size * pp_size
@@ -218,7 +226,7 @@ def start_workers(
             on_registered(failure)
 
     for ranks in all_ranks(tp_size, pp_size, dp_rank):
-        identity = WorkerIdentity(instance, incarnation, ranks)
+        identity = WorkerIdentity(instance, incarnation, ranks, engine_id)
         workers.append(
             MooncakeWorker(
                 identity,

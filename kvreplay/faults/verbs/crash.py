@@ -3,14 +3,14 @@
 from kvreplay.faults.verb import ActionVerb, Order
 from kvreplay.ids import NS_PER_S
 from kvreplay.sim.catalogue import DURATION, MOMENT, Setting, Settings
-from kvreplay.sim.envelope import Command
+from kvreplay.sim.envelope import NEW_IDENTITY, Command
 
 
 def orders(settings: Settings, request_id: str | None) -> tuple[Order, ...]:
     crash = Order(Command("crash"))
     if settings["down"] is None:
         return (crash,)
-    return (crash, Order(Command("restart", {"identity": "new"}), settings["down"]))
+    return (crash, Order(Command("restart", {"identity": NEW_IDENTITY}), settings["down"]))
 
 
 VERB = ActionVerb(

@@ -3,7 +3,7 @@
 from kvreplay.faults.verb import ActionVerb, Order
 from kvreplay.ids import NS_PER_S
 from kvreplay.sim.catalogue import DURATION, MOMENT, Setting, Settings
-from kvreplay.sim.envelope import Command
+from kvreplay.sim.envelope import NEW_IDENTITY, SAME_IDENTITY, Command
 
 
 def orders(settings: Settings, request_id: str | None) -> tuple[Order, ...]:
@@ -18,6 +18,10 @@ VERB = ActionVerb(
     settings={
         "at": Setting(default=60 * NS_PER_S, unit=MOMENT, doc="when it goes down"),
         "down": Setting(default=30 * NS_PER_S, unit=DURATION, doc="how long it stays away"),
-        "identity": Setting(default="same", choices=("same", "new"), doc="the engine id it comes back with"),
+        "identity": Setting(
+            default=SAME_IDENTITY,
+            choices=(SAME_IDENTITY, NEW_IDENTITY),
+            doc="the engine id it comes back with: a configured one, or a random one",
+        ),
     },
 )

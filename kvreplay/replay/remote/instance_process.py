@@ -93,7 +93,8 @@ class InstanceProcess:
         self._num_blocks = num_pool_blocks(config.role(roles[setup.name]).cache, behaviour)
         self._node: Node | None = None
         self._node = self.node = Node(setup.name, roles[setup.name], rank, surroundings)
-        self._is_serving = False
+        self._serving: messages.Serving | None = None
+        """What was last said of it."""
         self.node.on_end = self._ended
         self._ends = Ends([self.node], loop, sink, blame, findings)
         self.injector.count_elsewhere(self._ask)
@@ -203,6 +204,7 @@ class InstanceProcess:
             case _:
                 ok = self.node.command(command)
         self._flush()
+        self._say_serving()
         self._say(messages.Done(number=order.number, ok=ok, victims=command.victims))
 
     def _account(self) -> messages.Account:
@@ -224,15 +226,19 @@ class InstanceProcess:
         if self._paced.has_passed(_TIDY_S):
             self.bus.tidy()
         self._flush()
-        is_serving = self.bus.hears(self.node.api_address)
-        if is_serving != self._is_serving:
-            self._is_serving = is_serving
-            self._say(messages.Serving(is_serving=is_serving))
+        self._say_serving()
         if self._paced.is_due:
             self._paced.listen(0.0)
         else:
             self._say_settled()
             self._paced.listen(_MAX_WAIT_S)
+
+    def _say_serving(self) -> None:
+        node = self.node
+        serving = messages.Serving(is_up=node.is_up, is_serving=self.bus.hears(node.api_address))
+        if serving != self._serving:
+            self._serving = serving
+            self._say(serving)
 
     def _say_settled(self) -> None:
         told = self.bus.traffic.tell()
@@ -243,6 +249,7 @@ class InstanceProcess:
             next_due=self._loop.peek(),
             num_heard=self._num_heard,
             told=told,
+            unreported_from_ns=self.node.instance.unreported_from_ns,
         )
         if told is not None or settled != self._said:
             self._said = msgspec.structs.replace(settled, told=None)
@@ -282,15 +289,20 @@ class Child:
                     self._paced.turn(1.0)
                 else:
                     self._instance.turn()
-            while self._pipes.has_unsent and not self._is_orphan:
-                self._paced.turn(0.1)
+            self._send_the_rest()
         except Exception:
             self._pipes.send(messages.encode(messages.Failed(traceback=traceback.format_exc())))
+            self._send_the_rest()
             return 1
         finally:
             if self._instance is not None:
                 self._instance.bus.close()
         return 0
+
+    def _send_the_rest(self) -> None:
+        """Until the supervisor has read it, or is gone. Nothing else happens here any more."""
+        while self._pipes.has_unsent and not self._is_orphan:
+            self._paced.listen(0.1)
 
     @property
     def _is_over(self) -> bool:

@@ -109,8 +109,9 @@ class Listening(_Message):
 
 
 class Serving(_Message):
-    """Whether clients can reach the instance."""
+    """Whether the engine lives, and whether clients can reach it."""
 
+    is_up: bool
     is_serving: bool
 
 
@@ -128,13 +129,14 @@ class Ended(_Message):
 class Settled(_Message):
     """Its turn is over. `is_quiet`: nothing but daemons is left to happen here; `has_kept`: something has come that
     waits for the next turn; `next_due`: (time, rank) of the next thing to happen; `num_heard`: messages of the
-    supervisor; `told`: what is on its way."""
+    supervisor; `told`: what is on its way; `unreported_from_ns`: no event of before is still to come."""
 
     is_quiet: bool
     has_kept: bool
     next_due: tuple[int, int]
     num_heard: int
     told: Told | None
+    unreported_from_ns: int
 
 
 class Done(_Message):

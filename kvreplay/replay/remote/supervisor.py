@@ -26,7 +26,7 @@ from kvreplay.faults.record import FaultStatistics
 from kvreplay.faults.topology import check_possible
 from kvreplay.ids import NS_PER_S
 from kvreplay.kv.content_index import ContentIndex
-from kvreplay.replay.cluster import RunSettings, Watch, bootstrap_url_of, path_timers_ns, topology_of
+from kvreplay.replay.cluster import HEAL_BOUND_NS, RunSettings, Watch, bootstrap_url_of, path_timers_ns, topology_of
 from kvreplay.replay.config import Role
 from kvreplay.replay.network import LinkNetwork
 from kvreplay.replay.node import OnEnd, instance_names
@@ -37,7 +37,7 @@ from kvreplay.replay.remote.external_bootstrap import ExternalBootstrap
 from kvreplay.replay.remote.nursery import Files, Nursery
 from kvreplay.replay.remote.shared_blame import HitsToldSink, handle_there
 from kvreplay.sim.bus import Bus, Network, owner_of
-from kvreplay.sim.envelope import CLIENT_ABORT, Command, Envelope
+from kvreplay.sim.envelope import CLIENT_ABORT, NEW_IDENTITY, Command, Envelope
 from kvreplay.sim.event_loop import FOREVER_NS, EventLoop
 from kvreplay.trace.workload import Workload
 from kvreplay.transport.paced import INSTANT_BYTES, Pace, PacedLoop, shared_instant
@@ -67,6 +67,7 @@ class RemoteNode:
         self.role: Role = role
         self.api_address = f"{name}/api"
         self.incarnation = 0
+        self.engine_id = addresses.engine_id_of(name)
         self.is_up = True
         self.is_ready = False
         self.is_serving = False
@@ -75,14 +76,25 @@ class RemoteNode:
         self.endpoints: dict[str, str] = {}
         self.handles: list[int] = []
         """Event of the process → its handle here."""
-        self.said = messages.Settled(is_quiet=False, has_kept=False, next_due=(FOREVER_NS, 0), num_heard=0, told=None)
+        self.said = messages.Settled(
+            is_quiet=False,
+            has_kept=False,
+            next_due=(FOREVER_NS, 0),
+            num_heard=0,
+            told=None,
+            unreported_from_ns=0,
+        )
         self.num_told = 0
         self.done: dict[int, messages.Done] = {}
         self.account: messages.Account | None = None
         self._cluster = cluster
         self._live: dict[str, None] = {}
-        their_read_fd, write_fd = os.pipe()
-        read_fd, their_write_fd = os.pipe()
+        try:
+            their_read_fd, write_fd = os.pipe()
+            read_fd, their_write_fd = os.pipe()
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise KvReplayError(f"--transport zmq: no pipes to a process for {name}: {reason}") from None
         nursery.bear(Files(their_read_fd, their_write_fd, cluster.clock_file.fileno()))
         os.close(their_read_fd)
         os.close(their_write_fd)
@@ -95,10 +107,6 @@ class RemoteNode:
             lambda: cluster.lost(self),
         )
         self.tell(setup)
-
-    @property
-    def engine_id(self) -> str:
-        return addresses.engine_id_of(self.name, self.incarnation)
 
     @property
     def num_requests(self) -> int:
@@ -116,6 +124,14 @@ class RemoteNode:
     def begin(self, request_id: str) -> None:
         self._live[request_id] = None
 
+    def serves(self, said: messages.Serving) -> None:
+        self.is_serving = said.is_serving
+        if self.is_up and not said.is_up:
+            # However it died, its requests are gone, and its peers' connections.
+            self._live.clear()
+            self._cluster.publish(messages.Directory(endpoints={}, gone=self.name), self)
+        self.is_up = said.is_up
+
     def ended(self, request_id: str, *, has_finished: bool) -> None:
         self._live.pop(request_id, None)
         if self.on_end is not None:
@@ -127,17 +143,14 @@ class RemoteNode:
             return False
         done = self._cluster.order(self, command.verb, command.arguments)
         command.victims += done.victims
-        if done.ok and command.verb == "crash":
-            self.is_up = self.is_serving = False
-            self._live.clear()
-            self._cluster.publish(messages.Directory(endpoints={}, gone=self.name), self)
-        elif done.ok and command.verb == "restart":
-            self._came_back()
+        if done.ok and command.verb == "restart":
+            self._came_back(command.arguments["identity"])
         return done.ok
 
-    def _came_back(self) -> None:
+    def _came_back(self, identity: str = NEW_IDENTITY) -> None:
         self.incarnation += 1
-        self.is_up = True
+        if identity == NEW_IDENTITY:
+            self.engine_id = addresses.engine_id_of(self.name, self.incarnation)
         self._cluster.publish(messages.Directory(endpoints=self.endpoints), self)
 
     def heal(self) -> None:
@@ -228,9 +241,8 @@ class RemoteCluster:
             "endpoints": self._start_external_bootstrap(),
         }
         last_ns = max((arrival.time_ns for arrival in workload.arrivals), default=0)
-        self._phase_ns = last_ns + _TIMERS * path_timers_ns(config) + 3600 * NS_PER_S
-        num_requests = len(workload.arrivals)
-        self._bound_s = _MARGIN_S + self._phase_ns / (NS_PER_S * scale) + _REQUEST_S * num_requests
+        phase_s = (last_ns + _TIMERS * path_timers_ns(config)) / NS_PER_S + 3600
+        self._bound_s = _MARGIN_S + phase_s / scale + _REQUEST_S * len(workload.arrivals)
         self._scale = scale
         self._pace = Pace(scale)
         self._ledger = Ledger()
@@ -249,7 +261,7 @@ class RemoteCluster:
             self.injector.heal()
             for node in self._nodes.values():
                 node.heal()
-            self._play(watch)
+            self._play(watch, self.paced.clock_ns + HEAL_BOUND_NS)
             self._order_all("close-accounts")
         finally:
             self._end()
@@ -338,21 +350,29 @@ class RemoteCluster:
         self._take_turn(node, time_ns, rank)
         return False
 
-    def _play(self, watch: Watch | None) -> None:
-        """Until nothing but daemons is left anywhere, and nothing is on its way."""
-        end_s, end_ns = monotonic() + self._bound_s, self.paced.clock_ns + self._phase_ns
+    def _play(self, watch: Watch | None, until_ns: int = FOREVER_NS) -> None:
+        """Until nothing but daemons is left anywhere, and nothing is on its way; or all of the rest is later."""
+        end_s = monotonic() + self._bound_s
         self._heard_s = monotonic()
         while True:
             if not self._is_settled():
                 self._listen(_MAX_WAIT_S)
-            elif not self.loop.num_live and all(node.said.is_quiet for node in self._nodes.values()):
+            elif self._is_quiet or self._next()[1][0] > until_ns:
                 return
             else:
-                self._go_on(end_ns)
+                self._go_on()
             if monotonic() > end_s:
                 raise KvReplayError(f"--transport zmq: not over after {self._bound_s:.0f} s, the longest it may take")
             if watch is not None:
-                watch(self.proxy.num_ended, 0)
+                watch(self.proxy.num_ended, self._reported_ns())
+
+    @property
+    def _is_quiet(self) -> bool:
+        return not self.loop.num_live and all(node.said.is_quiet for node in self._nodes.values())
+
+    def _reported_ns(self) -> int:
+        """No event of before is still to come."""
+        return min([self.paced.clock_ns, *(node.said.unreported_from_ns for node in self._nodes.values())])
 
     def _is_settled(self) -> bool:
         """Whatever has happened up to now has had all its effects."""
@@ -365,11 +385,9 @@ class RemoteCluster:
             self._ledger.give_up()
         return self._ledger.is_even
 
-    def _go_on(self, end_ns: int) -> None:
+    def _go_on(self) -> None:
         """Let the next thing happen, when its time has come."""
         node, (next_ns, rank) = self._next()
-        if next_ns > end_ns:
-            raise KvReplayError(f"--transport zmq: not over at {next_ns / NS_PER_S:.0f} s, the latest it may be")
         wait_s = self._pace.seconds_until(next_ns)
         if wait_s > 0:
             self._listen(min(wait_s, _MAX_WAIT_S))
@@ -443,7 +461,7 @@ class RemoteCluster:
                 for endpoint in message.endpoints.values():
                     self._ledger.listens(endpoint)
             case messages.Serving():
-                node.is_serving = message.is_serving
+                node.serves(message)
             case messages.Happened():
                 self._take_events(node, message.events)
             case messages.Ended():

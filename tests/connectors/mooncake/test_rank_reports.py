@@ -68,6 +68,25 @@ class TestFaulted:
         assert engines.d.finished() == ["d1"]
         assert engines.loop.now_ns == 3 * NS_PER_S
 
+    def test_a_new_report_is_sent_for_the_first_time_whatever_waits_beside_it(self) -> None:
+        """Rank 1 is cut off from the start; what it reports 2.5 s later has not been sent before."""
+        engines = pulled(Engines((1, 1), (2, 1), switches=ACKNOWLEDGED))
+        attempts: list[tuple[str, int]] = []
+
+        def lose(envelope: Envelope) -> list[Envelope]:
+            if of_rank(1, envelope):
+                attempts.append((envelope.conversation.rpartition("/")[2], envelope.attempt))
+                return []
+            return [envelope]
+
+        engines.wire.transforms[RANK_REPORT] = lose
+        engines.run(2.5)
+        group = engines.d.workers
+        assert isinstance(group, RankGroup)
+        group._send(group._next_report(1, KVConnectorOutput(finished_recving=["d2"])), 0)
+        engines.run(1)
+        assert attempts == [("1", 0), ("1", 1), ("1", 2), ("2", 0), ("1", 3), ("2", 1)]
+
     def test_a_rank_that_is_cut_off_does_not_keep_the_run_alive_for_ever(self) -> None:
         engines = pulled(Engines((1, 1), (2, 1), switches=ACKNOWLEDGED))
         engines.wire.transforms[RANK_REPORT] = lambda envelope: [] if of_rank(1, envelope) else [envelope]
@@ -130,7 +149,7 @@ class TestFaulted:
         assert isinstance(group, RankGroup)
         done = KVConnectorOutput(finished_recving=["d1"])
         for rank, output in ((0, KVConnectorOutput(invalid_block_ids=[4])), (0, done), (1, done)):
-            group._send(group._next_report(rank, output))
+            group._send(group._next_report(rank, output), 0)
         engines.run()
         said = [
             word
