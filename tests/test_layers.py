@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1] / "kvreplay"
 # A package imports only from the lines above it, never from its own.
 LAYERS = [
     {"errors", "ids"},
-    {"behaviour"},
+    {"behaviour", "user_files"},
     {"events"},
     {"sim"},
     {"kv", "transport"},

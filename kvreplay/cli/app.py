@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from kvreplay import __version__
 from kvreplay.cli.common import ProcessStatus, paragraphs, print_error, redirect_to_nowhere
 from kvreplay.errors import ConfigError, KvReplayError
+from kvreplay.user_files import reason
 
 COMMANDS: Final = (
     ("run", "kvreplay.cli.run:run"),
@@ -130,7 +131,7 @@ def run_app(arguments: Sequence[str]) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EBADF) and error.filename is None:
             raise
-        print_error(f"{error.filename or 'standard output'}: {(error.strerror or str(error)).lower()}")
+        print_error(f"{error.filename or 'standard output'}: {reason(error)}")
         status = ProcessStatus.USAGE
     if status:
         _discard_unwritable_output()

@@ -110,7 +110,7 @@ def is_same_error(expected: Json, got: Json) -> bool:
         return False
     left, right = str(expected.get("msg", "")), str(got.get("msg", ""))
     start = min(len(left), len(right), _SIGNIFICANT_MESSAGE)
-    return left[:start] == right[:start] or not left
+    return not left or (start > 0 and left[:start] == right[:start])
 
 
 def _in_order(names: Iterable[str]) -> list[str]:

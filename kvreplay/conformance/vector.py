@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from kvreplay.errors import ConfigError
+from kvreplay.user_files import read_at_most, reason
 
 Json: TypeAlias = Any
 
@@ -71,13 +72,12 @@ def read_vector(path: Path) -> Vector | None:
 def read_documents(path: Path) -> list[Json]:
     """The one document of a file, or one for each of its lines. Raises ConfigError; messages do not name the file."""
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise ConfigError(f"{size:,} bytes are more than {MAX_BYTES:,}")
-        text = path.read_bytes().decode()
-        return list(_documents(text))
+        data = read_at_most(path, MAX_BYTES)
+        if data is None:
+            raise ConfigError(f"longer than {MAX_BYTES:,} bytes")
+        return list(_documents(data.decode()))
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}") from error
+        raise ConfigError(f"cannot be read: {reason(error)}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"no JSON: byte {error.start} is not UTF-8") from error
     except RecursionError as error:

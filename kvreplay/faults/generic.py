@@ -64,7 +64,7 @@ ROWS: Final = (
         survives="the mismatch is refused, or has no effect on contents",
         settings={
             "key": Setting(default="cache.num_gpu_blocks", doc="table and key"),
-            "value": Setting(default="1024", doc="its value, as TOML"),
+            "value": Setting(default="1024", doc="its value, as after --set KEY="),
         },
     ),
 )

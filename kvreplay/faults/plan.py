@@ -1,6 +1,5 @@
 """Plan files: TOML with one `[[fault]]` table per fault, `name` and the keys that `--inject` takes."""
 
-import tomllib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -8,6 +7,7 @@ from typing import Any, Final
 from kvreplay.behaviour import nearest
 from kvreplay.errors import ConfigError
 from kvreplay.faults.spec import Fault, build_fault, keys_of, parse_spec
+from kvreplay.user_files import read_toml
 
 MAX_PLAN_BYTES: Final = 1 << 20
 MAX_FAULTS: Final = 1000
@@ -38,25 +38,8 @@ def _check_distinct(plan: FaultPlan) -> None:
 
 
 def load_plan(path: Path) -> FaultPlan:
-    tables = _fault_tables(_read_toml(path), path)
+    tables = _fault_tables(read_toml(path, str(path), MAX_PLAN_BYTES, "plan"), path)
     return tuple(_fault_from(table, f"{path}: fault {number}") for number, table in enumerate(tables, start=1))
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_PLAN_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: {(error.strerror or str(error)).lower()}") from error
-    if len(data) > MAX_PLAN_BYTES:
-        raise ConfigError(f"{path}: a plan has at most {MAX_PLAN_BYTES} bytes")
-    try:
-        return tomllib.loads(data.decode())
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; expected a TOML plan") from error
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{path}: not TOML: {reason}") from error
 
 
 def _fault_tables(document: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:

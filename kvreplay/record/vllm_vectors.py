@@ -38,6 +38,7 @@ from kvreplay.conformance.suite import default_places
 from kvreplay.conformance.vector import FORMAT, find_files, read_documents, read_vector
 from kvreplay.errors import ConfigError, KvReplayError
 from kvreplay.record.oracle import VllmOracle
+from kvreplay.user_files import reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KvReplayError as error:
         message = str(error)
     except OSError as error:
-        message = f"{error.filename}: {(error.strerror or str(error)).lower()}"
+        message = f"{error.filename}: {reason(error)}"
     else:
         return status
     sys.stderr.write(f"error: {message}\n")
@@ -215,8 +216,8 @@ def fuzz_engines(oracle: VllmOracle, options: argparse.Namespace) -> int:
             (options.output / f"seed{finding.seed}.json").write_text(vector_text(oracle, finding.workload))
         if num_shown == options.stop_after:
             break
-    for reason, number in sorted(counts.skipped.items(), key=lambda item: -item[1]):
-        sys.stdout.write(f"skipped {number}: {reason}\n")
+    for why, number in sorted(counts.skipped.items(), key=lambda item: -item[1]):
+        sys.stdout.write(f"skipped {number}: {why}\n")
     skipped = sum(counts.skipped.values())
     sys.stdout.write(f"{oracle.name}: {counts.equal} equal, {counts.differ} differ, {skipped} skipped\n")
     return 3 if counts.differ else 0

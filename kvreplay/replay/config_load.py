@@ -6,13 +6,13 @@ then holds for every role.
 """
 
 import json
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvreplay.behaviour import DEFAULT_PROFILE, Behaviour, nearest
 from kvreplay.behaviour import profile as profile_named
@@ -39,6 +39,7 @@ from kvreplay.replay.config_fields import build, check_keys, check_table, conver
 from kvreplay.replay.network import NETWORK_PRESETS, LinkTiming
 from kvreplay.replay.presets import MODEL_PRESETS, packaged_folder, packaged_names
 from kvreplay.replay.timing import TIMING_PRESETS, StepTiming
+from kvreplay.user_files import read_toml
 
 DEFAULT_CONFIG: Final = "mooncake-1p1d"
 """Used when neither --config nor the trace says anything."""
@@ -48,6 +49,14 @@ DEFAULT_NETWORK: Final = "8x400g-roce"
 MAX_CONFIG_BYTES: Final = 1 << 20
 
 Document = dict[str, Any]
+
+
+class Given(NamedTuple):
+    """A key that was set on top of a document, and by whom, for messages."""
+
+    key: str
+    origin: str
+
 
 _ROLE_SECTIONS: Final[dict[str, type]] = {
     "scheduler": SchedulerConfig,
@@ -149,7 +158,7 @@ def load_config(
         apply_set(document, assignment)
     if policy is not None:
         apply_text(document, "connector.kv_load_failure_policy", policy, f"--policy {policy}")
-    config = config_from_document(document, source, sets)
+    config = config_from_document(document, source, [_given_by(assignment) for assignment in sets])
     behaviour = profile_named(profile or DEFAULT_PROFILE)
     for switch in switches:
         behaviour = behaviour.with_switch(switch)
@@ -171,8 +180,13 @@ def preset_names() -> list[str]:
     return packaged_names("configs", ".toml")
 
 
-def config_from_document(document: Document, source: str, sets: Sequence[str] = ()) -> ReplayConfig:
-    """Check keys and types of a document, and build it. `source` opens every message."""
+def _given_by(assignment: str) -> Given:
+    return Given(assignment.partition("=")[0], f"--set {assignment}")
+
+
+def config_from_document(document: Document, source: str, given: Sequence[Given] = ()) -> ReplayConfig:
+    """Check keys and types of a document, and build it. Messages begin with what is to be mended: who gave the key
+    that is wrong, else `source`, of whom the rest is."""
     check_keys(document, [*_SECTIONS, *_ROLES], f"{source}:")
     document.setdefault("network", {"preset": DEFAULT_NETWORK})
     for section in _SECTIONS:
@@ -181,21 +195,26 @@ def config_from_document(document: Document, source: str, sets: Sequence[str] = 
         return _build(document, source)
     except ConfigError as error:
         message = str(error).removeprefix(f"{source}: ")
-        raise ConfigError(f"{_blamed(message, source, sets)}: {message}") from error
+        raise ConfigError(f"{_blamed(message, source, given)}: {message}") from error
 
 
-def _blamed(message: str, source: str, sets: Sequence[str]) -> str:
-    """What to mend: the --set that gave the key that the message names first, else the file."""
-    places = {}
-    for assignment in sets:
-        _, path = _split_role(assignment.partition("=")[0].split("."))
+def _blamed(message: str, source: str, given: Sequence[Given]) -> str:
+    """What to mend: who gave the key that the message names first, for the role that it names; else all."""
+    found = [(place, not names_role, origin) for origin, place, names_role in _mentions(message, given)]
+    if found:
+        return min(found)[2]
+    return " ".join(dict.fromkeys([source, *(one.origin for one in given)]))
+
+
+def _mentions(message: str, given: Sequence[Given]) -> Iterator[tuple[str, int, bool]]:
+    """(who gave it, where the message names it, whether it was given for one role)."""
+    for key, origin in given:
+        role, path = _split_role(key.split("."))
         # As a record's own check, and as the reading of its table names it.
         for name in (".".join(path), f"[{'.'.join(path[:-1])}] {path[-1]}"):
-            if name in message:
-                places[assignment] = message.index(name)
-    if places:
-        return f"--set {min(places, key=places.__getitem__)}"
-    return " ".join([source, *(f"--set {assignment}" for assignment in sets)])
+            found = re.search(rf"((?:{'|'.join(_ROLES)})\.)?{re.escape(name)}(?!\w)", message)
+            if found and (role is None or found[1] in (None, f"{role}.")):
+                yield origin, found.start(), role is not None
 
 
 def apply_set(document: Document, assignment: str) -> None:
@@ -220,19 +239,7 @@ def _base_document(name_or_path: str | None, trace_config: str | None) -> tuple[
 
 def read_document(name_or_path: str) -> Document:
     """The tables of a preset or file."""
-    path = _find(name_or_path)
-    try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{name_or_path}: larger than {MAX_CONFIG_BYTES} bytes, not a configuration")
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{name_or_path}: {(error.strerror or str(error)).lower()}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{name_or_path}: not UTF-8 text at byte {error.start}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{name_or_path}: not TOML: {error}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{name_or_path}: nested too deeply") from error
+    return read_toml(_find(name_or_path), name_or_path, MAX_CONFIG_BYTES, "configuration")
 
 
 def _find(name_or_path: str) -> Path:

@@ -4,7 +4,7 @@ from kvreplay.errors import ConfigError
 from kvreplay.faults.plan import FaultPlan
 from kvreplay.faults.setup import overrides
 from kvreplay.replay.config import ReplayConfig
-from kvreplay.replay.config_load import apply_text, config_from_document
+from kvreplay.replay.config_load import Given, apply_text, config_from_document
 
 _OF_AN_INSTANCE = ("scheduler", "cache", "timing", "connector")
 """Tables in which instances of one cluster may differ; they share a model, and the network."""
@@ -23,4 +23,5 @@ def overridden(config: ReplayConfig, plan: FaultPlan, instance: str | None = Non
             allowed = ", ".join(_OF_AN_INSTANCE)
             raise ConfigError(f"{origin}: {key} is not for a single instance, whose tables are {allowed}")
         apply_text(document, key, value, origin)
-    return config_from_document(document, found[-1].origin)
+    given = [Given(key, origin) for key, _, origin in found]
+    return config_from_document(document, given[0].origin, given)

@@ -40,11 +40,16 @@ def _options(in_effect: InEffect) -> Iterator[list[str]]:
     if in_effect.fail_on != DEFAULT_FAIL_ON:
         yield ["--fail-on", ",".join(in_effect.fail_on) or "none"]
     if in_effect.overdue_after_s != _DEFAULTS.overdue_after_s:
-        yield ["--overdue-after", f"{in_effect.overdue_after_s:g}"]
+        yield ["--overdue-after", _shortest(in_effect.overdue_after_s)]
     if in_effect.time_scale is not None:
         yield ["--transport", in_effect.transport]
-        yield ["--time-scale", f"{in_effect.time_scale:g}"]
+        yield ["--time-scale", _shortest(in_effect.time_scale)]
     yield ["--seed", str(in_effect.seed)]
+
+
+def _shortest(value: float) -> str:
+    """That reads back as the same number."""
+    return repr(value).removesuffix(".0")
 
 
 def basis(origin: str) -> str:

@@ -17,7 +17,7 @@ MAX_GROUPS: Final = 10
 def crashes_section(summary: Summary) -> Section:
     if not summary.crashes:
         return
-    yield title("Crashes", plural(len(summary.crashes), "engine"))
+    yield title("Crashes", plural(len({crash.instance for crash in summary.crashes}), "engine"))
     rows = [
         (
             crash.instance or "-",

@@ -4,7 +4,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from kvreplay.errors import TraceError
-from kvreplay.trace.writer import reason
+from kvreplay.user_files import reason
 
 
 def file_digest(path: Path) -> str:

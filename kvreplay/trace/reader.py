@@ -25,7 +25,8 @@ from kvreplay.trace.schema import (
     TraceMetadata,
     metadata_checksum,
 )
-from kvreplay.trace.writer import frame_of, reason
+from kvreplay.trace.writer import frame_of
+from kvreplay.user_files import reason
 
 if TYPE_CHECKING:
     import polars as pl

@@ -27,6 +27,7 @@ from kvreplay.trace.columns import (
 )
 from kvreplay.trace.fingerprint import Fingerprint
 from kvreplay.trace.schema import MEMORY_SCHEMA, SCHEMA, STRINGS, TraceMetadata, release_memory
+from kvreplay.user_files import reason
 
 if TYPE_CHECKING:
     import polars as pl
@@ -312,9 +313,3 @@ def check_output(path: Path, inputs: Sequence[Path] = ()) -> None:
                 raise TraceError(f"{path}: is the input itself; write to another file")
     if not os.access(folder, os.W_OK):
         raise TraceError(f"{path}: folder {folder} is not writable")
-
-
-def reason(error: OSError) -> str:
-    """Why, in the system's words and on one line."""
-    text = error.strerror or (str(error) or type(error).__name__).splitlines()[0]
-    return text[:1].lower() + text[1:]

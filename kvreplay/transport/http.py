@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
+from http.client import responses
 from time import monotonic
 from typing import Final
 
@@ -18,9 +19,8 @@ MAX_REQUEST_BYTES: Final = 1 << 16
 MAX_ANSWER_BYTES: Final = 1 << 22
 MAX_CONNECTIONS: Final = 256
 _IDLE_S: Final = 10.0
-"""A client that sends nothing for so long has gone."""
+"""A client that has not asked anything by then has gone."""
 _CHUNK: Final = 1 << 16
-_PHRASES: Final[dict[int, str]] = {status.value: status.phrase for status in HTTPStatus}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,9 @@ class HttpServer:
 
     def _hang_up_on_idle(self) -> None:
         for connection in list(self._connections):
-            if monotonic() - connection.since_s <= _IDLE_S:
-                break  # they are in order of age
-            self._hang_up(connection)
+            # Who has asked waits for an answer, which may take what time it wants.
+            if connection.is_asking and monotonic() - connection.since_s > _IDLE_S:
+                self._hang_up(connection)
 
     def _receive(self, connection: _Connection) -> None:
         try:
@@ -130,7 +130,7 @@ class HttpServer:
     def _answer(self, connection: _Connection, status: int, body: bytes) -> None:
         if connection not in self._connections:
             return
-        phrase = _PHRASES.get(status, "")
+        phrase = responses.get(status, "")
         head = (
             f"HTTP/1.1 {status} {phrase}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"

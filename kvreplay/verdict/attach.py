@@ -23,7 +23,7 @@ class StallKey(NamedTuple):
 class Attached(NamedTuple):
     """`independent` findings in order of time, and how many others follow from what, by checker.
 
-    The keys are places: in the list of stalls, of crashed instances, and of `independent`.
+    The keys are places: in the list of stalls, of crashes, and of `independent`.
     """
 
     independent: list[Finding]
@@ -80,8 +80,12 @@ def _owner(
     """What implies the finding: the account it goes to, and the place there (None: nothing implies it)."""
     if finding.checker == PROGRESS or (finding.checker == CONSERVATION and finding.request_id is not None):
         return attached.by_stall, stall_of.find(finding)
-    if finding.checker == NO_FATAL and finding.request_id is None and finding.instance in crashed_instances:
-        return attached.by_crash, crashed_instances.index(finding.instance)
+    if finding.checker == NO_FATAL and finding.request_id is None:
+        places = [place for place, instance in enumerate(crashed_instances) if instance == finding.instance]
+        # One for each death, in order.
+        return attached.by_crash, next(
+            (place for place in places if place not in attached.by_crash), places[-1] if places else None
+        )
     if finding.checker == OUTPUT_EQUAL:
         of_request = content_of.get((finding.instance, finding.request_id))
         return attached.by_finding, content_of.get((finding.instance, None)) if of_request is None else of_request

@@ -130,13 +130,16 @@ def usage_samples(frame: pl.DataFrame) -> pl.DataFrame:
 
 
 def instances(
-    frame: pl.DataFrame, usage: pl.DataFrame, roles: Mapping[str, str], virtual_ns: int, last_arrival_ns: int
+    frame: pl.DataFrame, usage: pl.DataFrame, roles: Mapping[str, str], virtual_ns: int, arrivals_ns: tuple[int, int]
 ) -> list[Instance]:
-    """In the order of `roles`; an instance that only the trace knows comes last, without a role."""
+    """In the order of `roles`; an instance that only the trace knows comes last, without a role.
+
+    `arrivals_ns`: when the first and the last request arrive.
+    """
     busy_until = _busy_until(frame, usage)
     total = _pivot(usage, pl.col("grown").sum())
     highest = _pivot(usage, pl.col("value").max())
-    arriving = usage.filter(pl.col("time_ns") <= last_arrival_ns)
+    arriving = usage.filter(pl.col("time_ns") <= arrivals_ns[1])
     names = dict.fromkeys([*roles, *usage["instance"].drop_nulls().unique(maintain_order=True)])
     return [
         Instance(
@@ -154,7 +157,7 @@ def instances(
             peak_running=highest.get((name, "running"), 0),
             peak_queued=highest.get((name, "queued"), 0),
             peak_deferred=highest.get((name, "deferred"), 0),
-            overloaded=_overload(arriving.filter(pl.col("instance") == name), roles.get(name, "")),
+            overloaded=_overload(arriving.filter(pl.col("instance") == name), roles.get(name, ""), arrivals_ns[0]),
         )
         for name in names
     ]
@@ -190,15 +193,15 @@ def _pivot(usage: pl.DataFrame, value: pl.Expr) -> dict[tuple[str, str], int]:
     return {(instance, status): result for instance, status, result in rows if result is not None}
 
 
-def _overload(arriving: pl.DataFrame, role: str) -> str | None:
-    """The rule is stated at `Instance.overloaded`."""
+def _overload(arriving: pl.DataFrame, role: str, first_ns: int) -> str | None:
+    """The rule is stated at `Instance.overloaded`. Arrivals begin at `first_ns`."""
     if arriving.is_empty():
         return None
-    span_ns = _last_ns(arriving["time_ns"])
+    span_ns = _last_ns(arriving["time_ns"]) - first_ns
     busy = arriving.filter(pl.col("status") == "busy_ns")["grown"].sum() / max(span_ns, 1)
     if role == "prefill" and busy > OVERLOADED_UTILISATION:
         return f"computed {100 * min(busy, 1.0):.0f} % of the time"
-    late = arriving.filter(pl.col("status") == "queued", pl.col("time_ns") * 2 >= span_ns)["value"]
+    late = arriving.filter(pl.col("status") == "queued", (pl.col("time_ns") - first_ns) * 2 >= span_ns)["value"]
     if len(late) >= MIN_QUEUED_SAMPLES and int(late.min()) > 0:  # type: ignore[arg-type]
         return "its queue never emptied"
     return None
@@ -235,7 +238,7 @@ def series(usage: pl.DataFrame, roles: Mapping[str, str]) -> list[Series]:
                 role=role,
                 num_instances=len(members),
                 capacity_blocks=sum(capacity.get((name, "num_gpu_blocks"), 0) for name in members),
-                time_s=(here["point"].unique(maintain_order=True) / 1e9).to_list(),
+                time_s=[ns / NS_PER_S for ns in here["point"].unique(maintain_order=True).to_list()],
                 **values,
             )
         )

@@ -66,7 +66,8 @@ def summarise(frame: pl.DataFrame, facts: RunFacts, findings: Sequence[Finding] 
     judged = _judge(frame, facts, found.stalls, requests, faults, findings, fault_counts)
     usage = counts.usage_samples(frame)
     arrived = found.requests["arrived_ns"]
-    instances = counts.instances(frame, usage, facts.roles, virtual_ns, int(arrived[-1]) if len(arrived) else 0)
+    arrivals_ns = (int(arrived[0]), int(arrived[-1])) if len(arrived) else (0, 0)
+    instances = counts.instances(frame, usage, facts.roles, virtual_ns, arrivals_ns)
     return Summary(
         verdict=judged.verdict.word,
         exit_status=judged.verdict.status,

@@ -113,10 +113,10 @@ def test_a_file_that_is_no_plan_is_refused(plan_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"^plan\.toml: no such file or directory$"):
         load_plan(plan_file)
     plan_file.write_bytes(b"PAR1\xff\xff")
-    with pytest.raises(ConfigError, match=r"^plan\.toml: byte 4 is not UTF-8; expected a TOML plan$"):
+    with pytest.raises(ConfigError, match=r"^plan\.toml: byte 4 is not UTF-8; expected a plan in TOML$"):
         load_plan(plan_file)
     plan_file.write_bytes(b"#" * (MAX_PLAN_BYTES + 1))
-    with pytest.raises(ConfigError, match=r"^plan\.toml: a plan has at most 1048576 bytes$"):
+    with pytest.raises(ConfigError, match=r"^plan\.toml: larger than 1048576 bytes, not a plan$"):
         load_plan(plan_file)
 
 

@@ -177,6 +177,20 @@ def test_a_wrong_set_is_named(assignment: str, message: str) -> None:
     assert str(caught.value) == f"--set {assignment}: {message}"
 
 
+@pytest.mark.parametrize(
+    ("sets", "blamed"),
+    [
+        (["prefill.cache.num_gpu_blocks=65536", "decode.cache.num_gpu_blocks=2"], "decode.cache.num_gpu_blocks=2"),
+        (["decode.cache.num_gpu_blocks=2", "prefill.cache.num_gpu_blocks=65536"], "decode.cache.num_gpu_blocks=2"),
+        (["cache.num_gpu_blocks=65536", "decode.cache.num_gpu_blocks=2"], "decode.cache.num_gpu_blocks=2"),
+        (["cache.num_gpu_blocks=2", "decode.cache.num_gpu_blocks=65536"], "cache.num_gpu_blocks=2"),
+    ],
+)
+def test_the_one_for_the_role_that_it_is_about_is_blamed(sets: list[str], blamed: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^--set {blamed}: (prefill|decode)\.cache\.num_gpu_blocks: 2 blocks, "):
+        load_config("mooncake-1p1d", sets=sets)
+
+
 # -- files --------------------------------------------------------------------------------------------------------
 
 
@@ -238,10 +252,11 @@ def test_files_that_are_no_configuration(tmp_path: Path) -> None:
     assert refused(str(tmp_path)) == f"{tmp_path}: is a directory"
     binary = tmp_path / "trace.parquet"
     binary.write_bytes(b"PAR1\xff\xfe")
-    assert refused(str(binary)) == f"{binary}: not UTF-8 text at byte 4"
+    assert refused(str(binary)) == f"{binary}: byte 4 is not UTF-8; expected a configuration in TOML"
     huge = tmp_path / "huge"
     huge.write_bytes(b"#" * (1 << 20) + b"\n")
     assert refused(str(huge)) == f"{huge}: larger than 1048576 bytes, not a configuration"
+    assert refused("/dev/zero") == "/dev/zero: larger than 1048576 bytes, not a configuration"
 
 
 @pytest.mark.parametrize("text", ["[]", "nonsense", "{", "[" * 100_000])

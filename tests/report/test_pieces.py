@@ -131,6 +131,12 @@ def test_all_that_was_given_is_given_again() -> None:
     )
 
 
+def test_numbers_are_given_as_exactly_as_they_were() -> None:
+    given = in_effect(overdue_after_s=1234567.5, time_scale=0.12345678, transport="zmq")
+    assert "--overdue-after 1234567.5 --transport zmq --time-scale 0.12345678" in command(given)
+    assert "--overdue-after 20 --transport" in command(in_effect(overdue_after_s=20.0, time_scale=5.0, transport="zmq"))
+
+
 def test_what_set_changed_does_not_hide_where_the_rest_came_from() -> None:
     given = in_effect(
         config_origin="--config --set cache.num_gpu_blocks=512",

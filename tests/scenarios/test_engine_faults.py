@@ -46,6 +46,13 @@ class TestOverrides:
         assert pools == {"P0": 33, "D0": 17}
         assert [(event.status, event.time_ns) for event in played.of("fault.injected")] == [("config.override", 0)]
 
+    def test_the_one_that_is_wrong_is_blamed(self) -> None:
+        wrong = "config.override:key=decode.cache.num_gpu_blocks,value=2"
+        fine = "config.override:key=scheduler.max_num_seqs,value=16"
+        for faults in ((wrong, fine), (fine, wrong)):
+            with pytest.raises(ConfigError, match=rf"^--inject {wrong}: "):
+                play(pair(), TWICE, *faults)
+
     def test_or_all_of_a_role_or_all(self) -> None:
         spec = "config.override:key={},value=20"
         for key, expected in (("decode.cache.num_gpu_blocks", [33, 20]), ("cache.num_gpu_blocks", [20, 20])):

@@ -32,6 +32,11 @@ def test_a_crash_takes_its_own_no_fatal_and_no_bystander_s() -> None:
     assert attached.by_crash == {1: {"NO-FATAL": 1}}
 
 
+def test_each_crash_of_an_instance_takes_one() -> None:
+    deaths = [Finding("NO-FATAL", time_ns, "the engine died", "D0") for time_ns in (9, 20)]
+    assert attach(deaths, [], ["D0", "P0", "D0"]).by_crash == {0: {"NO-FATAL": 1}, 2: {"NO-FATAL": 1}}
+
+
 def test_wrong_contents_take_the_wrong_outputs_that_follow() -> None:
     early = Finding("OUTPUT-EQUAL", 1, "wrong output", "D0", "r9")
     first = Finding("CONTENT", 2, "wrong", "D0", "r1", block_id=3)

@@ -301,6 +301,18 @@ def test_an_instance_is_overloaded_by_the_stated_rule(
     assert sum_up(arrived("r1"), *samples, arrived("r2", 40), *idle).instances[0].overloaded == overloaded
 
 
+def test_that_traffic_begins_late_changes_nothing(sum_up: SumUp) -> None:
+    """After ten minutes of silence a producer computes for 39 of 40 s, and a queue is there in all of the last 20."""
+    samples = [
+        event
+        for place, queue in enumerate((0, 1, 1, 1), 1)
+        for name, busy in (("P0", place * 10 - 1), ("D0", 1))
+        for event in usage(name, 600 + place * 10, busy_ns=ns(busy), waiting=queue if name == "D0" else 0)
+    ]
+    told = sum_up(arrived("r1", 600), *samples, arrived("r2", 640))
+    assert [one.overloaded for one in told.instances[:2]] == ["computed 98 % of the time", "its queue never emptied"]
+
+
 def test_a_decode_instance_is_not_overloaded_for_computing_all_the_time(sum_up: SumUp) -> None:
     samples = [event for place in (1, 2, 3, 4) for event in usage("D0", place * 10, busy_ns=ns(place * 10), waiting=0)]
     assert sum_up(arrived("r1"), *samples, arrived("r2", 40)).instances[1].overloaded is None

@@ -36,7 +36,7 @@ class MultiScheduler:
         """Request → what each child has offered at its last lookup, where losers load."""
         self.children = list(children)
         self.requires_kv_delivery = any(child.requires_kv_delivery for child in children)
-        self.completes_failed_loads = any(child.completes_failed_loads for child in children)
+        self.completes_failed_loads = all(child.completes_failed_loads for child in children)
         self.follows_windows = any(child.follows_windows for child in children)
         self._chosen: dict[str, int] = {}
         """Request → the child whose hit it loads. Kept until the request ends, over all of its lookups."""

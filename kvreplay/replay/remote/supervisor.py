@@ -43,6 +43,7 @@ from kvreplay.trace.workload import Workload
 from kvreplay.transport.paced import INSTANT_BYTES, Pace, PacedLoop, shared_instant
 from kvreplay.transport.pipes import FramedPipes
 from kvreplay.transport.traffic import Ledger
+from kvreplay.user_files import reason
 
 _START_S: Final = 120.0
 """A process may take so long to come up: it reads the trace, and loads what tensors need."""
@@ -93,8 +94,7 @@ class RemoteNode:
             their_read_fd, write_fd = os.pipe()
             read_fd, their_write_fd = os.pipe()
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise KvReplayError(f"--transport zmq: no pipes to a process for {name}: {reason}") from None
+            raise KvReplayError(f"--transport zmq: no pipes to a process for {name}: {reason(error)}") from error
         nursery.bear(Files(their_read_fd, their_write_fd, cluster.clock_file.fileno()))
         os.close(their_read_fd)
         os.close(their_write_fd)

@@ -20,7 +20,7 @@ from kvreplay.errors import TraceError
 from kvreplay.ids import NS_PER_MS, nanoseconds
 from kvreplay.kv.content_index import mix64_arrays
 from kvreplay.trace.workload import MAX_REQUEST_TOKENS, Arrival, Workload
-from kvreplay.trace.writer import reason
+from kvreplay.user_files import reason
 
 Unit = Literal["ms", "s"]
 
