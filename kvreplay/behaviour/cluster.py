@@ -29,6 +29,18 @@ CLUSTER: Final = (
         ideal="ignore",
     ),
     switch(
+        "proxy_legs",
+        "sglang#31473; vLLM's mooncake_connector_proxy.py (at once), toy_proxy_server.py of NixlConnector (in turn)",
+        {
+            "at-once": "both legs are sent at once: a consumer reserves room for what its producer has not begun, and "
+            "where they take two requests in opposite orders each holds what the other waits for, until a timeout",
+            "in-turn": "the consumer's leg is sent when the producer's has ended: room is reserved in the order in "
+            "which prompts are ready",
+        },
+        v0_33="at-once",
+        ideal="at-once",
+    ),
+    switch(
         "rejected_requests",
         "vllm#50425; entrypoints/generate/base/serving.py _with_kv_transfer_rejection_cleanup, "
         "AsyncLLM.notify_kv_transfer_request_rejected",

@@ -134,6 +134,7 @@ class Cluster:
             partial(bootstrap_url_of, config),
             aborts_both=settings.behaviour["proxy_abort"] == "both",
             cancels=settings.behaviour["proxy_failed_prefill"] == "cancel",
+            in_turn=settings.behaviour["proxy_legs"] == "in-turn",
         )
 
     def run(self, watch: Watch | None = None) -> None:

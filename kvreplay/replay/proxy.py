@@ -19,6 +19,8 @@ from kvreplay.trace.workload import Arrival, Workload
 
 PROXY = "proxy"
 CLIENT = "client"
+PREFILL_FAILED = "prefill failed"
+"""Cause of a `request.rejected`: its producer's leg has ended without a result, before the other was sent."""
 
 RewriteParams: TypeAlias = Callable[[Mapping[str, Any], str, str], Mapping[str, Any]]
 """(kv_transfer_params, request id, instance) → the parameters as they reach that instance."""
@@ -73,15 +75,19 @@ class Proxy:
         *,
         aborts_both: bool = False,
         cancels: bool = False,
+        in_turn: bool = False,
     ) -> None:
-        """`bootstrap_of`: producer → the URL at which its ranks can be asked for. `aborts_both` and `cancels` are the
-        switches proxy_abort and proxy_failed_prefill."""
+        """`bootstrap_of`: producer → the URL at which its ranks can be asked for. `aborts_both`, `cancels` and
+        `in_turn` are the switches proxy_abort, proxy_failed_prefill and proxy_legs."""
         self._workload = workload
         self._bus = bus
         self._sink = sink
         self._rewrite_params = rewrite_params
         self._bootstrap_of = bootstrap_of
         self._cancels = cancels
+        self._in_turn = in_turn
+        self._unsent: dict[str, Leg] = {}
+        """Legs of serving instances that wait for their producers' to end."""
         self._producers = (
             Picker([node for node in nodes if node.role == "prefill"], topology.proxy_prefill)
             if topology.is_disaggregated
@@ -144,7 +150,11 @@ class Proxy:
             if self._rewrite_params is not None:
                 params = dict(self._rewrite_params(params, arrival.request_id, node.name))
             is_producers = node is producer
-            self._send(node, Leg(place, arrival.request_id, max_tokens, arrival.priority, params, is_producers))
+            leg = Leg(place, arrival.request_id, max_tokens, arrival.priority, params, is_producers)
+            if self._in_turn and not is_producers:
+                self._unsent[arrival.request_id] = leg
+            else:
+                self._send(node, leg)
 
     def _send(self, node: Server, leg: Leg) -> None:
         transfer_id = (leg.params or {}).get("transfer_id")
@@ -172,16 +182,13 @@ class Proxy:
         if server.name != name:
             self._prefill_failed(request_id)
         else:
-            self._forget(request_id)
-            self._sink.emit(
-                Event(
-                    "request.rejected",
-                    self._bus.loop.now_ns,
-                    instance=name,
-                    request_id=request_id,
-                    cause=CONNECTION_REFUSED,
-                )
-            )
+            self._reject(request_id, CONNECTION_REFUSED)
+
+    def _reject(self, request_id: str, cause: str) -> None:
+        server = self._serving[request_id]
+        self._forget(request_id)
+        now = self._bus.loop.now_ns
+        self._sink.emit(Event("request.rejected", now, instance=server.name, request_id=request_id, cause=cause))
 
     def _ended(self, node: Server, request_id: str, *, has_finished: bool) -> None:
         server = self._serving.get(request_id)
@@ -189,15 +196,20 @@ class Proxy:
             self._forget(request_id)
         elif server is not None and not has_finished:
             self._prefill_failed(request_id)
+        elif server is not None and request_id in self._unsent:
+            self._send(server, self._unsent.pop(request_id))
 
     def _forget(self, request_id: str) -> None:
         del self._serving[request_id]
         self._computing.pop(request_id, None)
+        self._unsent.pop(request_id, None)
         self.num_ended += 1
 
     def _prefill_failed(self, request_id: str) -> None:
         was_told = self._aborts_both and request_id not in self._computing
-        if self._cancels and not was_told:
+        if request_id in self._unsent:
+            self._reject(request_id, PREFILL_FAILED)
+        elif self._cancels and not was_told:
             self.abort(request_id)
 
     # -- aborts -----------------------------------------------------------------------------------------------
@@ -207,9 +219,16 @@ class Proxy:
         server = self._serving.get(request_id)
         if server is None:
             return False
-        self._sink.emit(Event("request.aborted", self._bus.loop.now_ns, request_id=request_id))
+        now = self._bus.loop.now_ns
+        self._sink.emit(Event("request.aborted", now, request_id=request_id))
         producer = self._computing.pop(request_id, None)
-        for node in (server,) if producer is None else (server, producer):
+        told = [server] if producer is None else [server, producer]
+        if request_id in self._unsent:
+            # The serving instance has never heard of it.
+            told.remove(server)
+            self._forget(request_id)
+            self._sink.emit(Event("request.aborted", now, instance=server.name, request_id=request_id, num_tokens=0))
+        for node in told:
             self._bus.post(
                 Envelope(
                     kind=CLIENT_ABORT,

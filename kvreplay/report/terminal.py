@@ -19,6 +19,8 @@ from kvreplay.verdict.model import FaultCount, InEffect, Percentiles, Summary
 
 _STYLES: Final = {"passed": "bold green", "violated": "bold yellow", "stalled": "bold magenta", "crashed": "bold red"}
 
+MAX_CIRCLES: Final = 3
+
 _LEFT, _RIGHT = Column(""), Column("", "right")
 
 
@@ -67,9 +69,23 @@ def _warnings(summary: Summary) -> Iterator[str]:
         elif not fault.has_tested:
             yield f"{fault.spec} fired only after every request had ended: it tested nothing"
     yield from _unexplained(summary)
+    yield from _circles(summary)
     for instance in summary.instances:
         if instance.overloaded:
             yield f"{instance.id} is overloaded: {instance.overloaded}"
+
+
+def _circles(summary: Summary) -> Iterator[str]:
+    circles = summary.circular_waits
+    for wait in circles[:MAX_CIRCLES]:
+        span = f"from {duration(wait.since_s)} to {duration(wait.until_s)}"
+        yield (
+            f"{wait.producer} and {wait.consumer} waited for each other {span}: {wait.producer} kept {wait.kept}, for "
+            f"which {wait.consumer} had no room, and {wait.consumer} room for {wait.reserved}, for which "
+            f"{wait.producer} had none"
+        )
+    if len(circles) > MAX_CIRCLES:
+        yield f"and {plural(len(circles) - MAX_CIRCLES, 'more such wait')}; --json lists all"
 
 
 def _unexplained(summary: Summary) -> Iterator[str]:

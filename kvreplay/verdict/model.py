@@ -79,6 +79,20 @@ class Overdue(msgspec.Struct, frozen=True, kw_only=True):
     parked_s: float
 
 
+class CircularWait(msgspec.Struct, frozen=True, kw_only=True):
+    """A producer kept one request until its consumer had room for it, which had reserved that for another, which the
+    producer had no room for. Only a timeout ends that."""
+
+    producer: str
+    consumer: str
+    kept: str
+    """The request that was computed and not asked for."""
+    reserved: str
+    """The one that was asked for and not computed."""
+    since_s: float
+    until_s: float
+
+
 class Recomputed(msgspec.Struct, frozen=True, kw_only=True):
     total: int
     by_cause: dict[str, int]
@@ -345,6 +359,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     reasons: list[Reason] = []
     overdue: list[Overdue] = []
+    circular_waits: list[CircularWait] = []
+    """Of ten seconds or more (`overdue_after_s`)."""
     loads: Loads = Loads()
     transfers: Transfers | None = None
     """None where nothing was to be transferred."""

@@ -15,6 +15,7 @@ from kvreplay.ids import NS_PER_S, nanoseconds
 from kvreplay.sim.event_loop import FOREVER_NS
 from kvreplay.verdict import counts
 from kvreplay.verdict.attach import Attached, StallKey, attach
+from kvreplay.verdict.circles import circular_waits
 from kvreplay.verdict.model import Crash, FaultCount, InEffect, Requests, Stall, Summary, Violation
 from kvreplay.verdict.outcomes import Outcomes, count_reasons, count_requests, followers, latency, outcomes, outcomes_of
 from kvreplay.verdict.tiers import tiers
@@ -81,6 +82,7 @@ def summarise(frame: pl.DataFrame, facts: RunFacts, findings: Sequence[Finding] 
         reasons=count_reasons(found.requests),
         stalled=judged.stalls,
         overdue=found.overdue,
+        circular_waits=circular_waits(frame, overdue_after_ns),
         recomputed_tokens=counts.recomputed(frame),
         computed_tokens=sum(instance.computed_tokens for instance in instances),
         loaded_tokens=sum(instance.loaded_tokens for instance in instances),

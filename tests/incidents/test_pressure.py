@@ -1,12 +1,18 @@
 """Public incidents of pools that are short of blocks, as whole runs: a step takes 10 ms, a message 1 ms."""
 
+from io import StringIO
+from pathlib import Path
+
 import pytest
+from rich.console import Console
 
 from kvreplay.connectors.offloading.scheduler import OffloadingScheduler
 from kvreplay.engine.request import Request
+from kvreplay.report.terminal import print_report
+from kvreplay.verdict.model import CircularWait, Summary
 from tests.incidents.scripted import Outcome, engine, load
 from tests.incidents.scripted import request as scripted
-from tests.scenarios.stage import Play, play, request, workload
+from tests.scenarios.stage import Play, judge, pair, play, request, role, workload
 from tests.scenarios.test_multi import both
 from tests.scenarios.test_simple_cpu import simple
 
@@ -108,3 +114,78 @@ class TestI8LoadedAndNoRoomInThatStep:
         assert outcome.laws == set()
         assert [step["k"] for step in outcome.steps for _ in step.get("alloc", ())] == [8]
         assert outcome.computed("R2") == [64, 72]
+
+
+@pytest.mark.incident("A7")
+class TestA7ProducerAndConsumerHoldEachOthersRoom:
+    """sglang#31473: each pool has room for one of two prompts, which the consumer takes up in the other order.
+
+    The producer has computed `a`, and keeps it until it is pulled; the consumer has reserved its 14 of 16 blocks for
+    `b`, which the producer has no room for. (The leg of `b` is 5 ms late on its way to the producer.)
+    """
+
+    FAULT = "mooncake.p-slow-prefill:request=b,delay=5ms"
+    CLIENTS = workload(*(request(name, prompt_tokens=56, output_tokens=3) for name in "ba"))
+
+    def judge(self, folder: Path, behaviour: str) -> Summary:
+        small = role(num_gpu_blocks=17)
+        config = pair(prefill=small, decode=small)
+        return judge(folder, config, self.CLIENTS, self.FAULT, behaviour=behaviour, policy="recompute")
+
+    @pytest.mark.parametrize(("behaviour", "last_s"), [("vllm-0.33", 960), ("ideal", 480)])
+    def test_until_a_timeout_nobody_goes_on(self, tmp_path: Path, behaviour: str, last_s: int) -> None:
+        """480 s after its pull `b` is given up, and a little later what is kept of `a`. Ideally the consumer is then
+        told at once that there is no `a` any more."""
+        summary = self.judge(tmp_path, behaviour)
+        assert summary.requests.finished == 2
+        assert summary.recomputed_tokens.by_cause["load-failure"] >= 2 * 55
+        assert summary.latency_s.e2e.p99 == pytest.approx(last_s, abs=0.2)
+
+    @pytest.mark.parametrize("behaviour", ["vllm-0.33", "ideal"])
+    def test_the_circle_is_reported(self, tmp_path: Path, behaviour: str) -> None:
+        summary = self.judge(tmp_path, behaviour)
+        assert summary.circular_waits == [
+            CircularWait(producer="P0", consumer="D0", kept="a", reserved="b", since_s=0.021, until_s=480.005)
+        ]
+        console = Console(width=400, file=StringIO())
+        print_report(summary, console)
+        assert isinstance(console.file, StringIO)
+        assert (
+            "! P0 and D0 waited for each other from 21.0 ms to 480.0 s: P0 kept a, for which D0 had no room, and D0 "
+            "room for b, for which P0 had none"
+        ) in console.file.getvalue()
+
+    @pytest.mark.parametrize("behaviour", ["vllm-0.33", "ideal"])
+    def test_with_one_order_both_are_served_at_once(self, tmp_path: Path, behaviour: str) -> None:
+        """The consumer hears of each request when its prompt is ready: after 21 and 49 ms."""
+        summary = self.judge(tmp_path, f"{behaviour} proxy_legs=in-turn")
+        assert summary.verdict == "passed"
+        assert summary.requests.finished == 2
+        assert summary.circular_waits == []
+        assert "load-failure" not in summary.recomputed_tokens.by_cause
+        assert summary.latency_s.e2e.p99 == pytest.approx(0.096, abs=1e-6)
+
+    def test_where_there_is_room_nobody_waits(self, tmp_path: Path) -> None:
+        summary = judge(tmp_path, pair(), self.CLIENTS, self.FAULT)
+        assert summary.circular_waits == []
+        assert summary.requests.finished == 2
+
+
+class TestLegsInTurn:
+    """What becomes of a consumer's leg that is never sent."""
+
+    IN_TURN = "vllm-0.33 proxy_legs=in-turn"
+    ONE = workload(request("a", prompt_tokens=56))
+
+    @pytest.mark.parametrize("fault", ["peer-crash:instance=P0,at=5ms", "mooncake.engine-init:instance=P0"])
+    def test_without_a_prefill_it_is_refused(self, fault: str) -> None:
+        played = play(pair(), self.ONE, fault, behaviour=self.IN_TURN)
+        assert [(event.instance, event.cause) for event in played.of("request.rejected")] == [("D0", "prefill failed")]
+        assert not played.of("pull.sent")
+
+    def test_its_client_may_go_away(self) -> None:
+        gone = workload(*self.ONE.arrivals, aborts=[("a", 5)])
+        played = play(pair(), gone, behaviour=self.IN_TURN)
+        assert played.ends()["a"] == ("aborted", "D0", 5.0)
+        assert not played.of("pull.sent")
+        assert not played.violations

@@ -321,6 +321,7 @@ class RemoteCluster:
             partial(bootstrap_url_of, self._config),
             aborts_both=self._settings.behaviour["proxy_abort"] == "both",
             cancels=self._settings.behaviour["proxy_failed_prefill"] == "cancel",
+            in_turn=self._settings.behaviour["proxy_legs"] == "in-turn",
         )
         self._wait(lambda: all(node.is_ready for node in self._nodes.values()), _START_S, "to start")
         for node in self._nodes.values():
