@@ -104,6 +104,10 @@ class SchedulerConnector(Protocol):
         """Whether the request's lookup stays undecided while nothing else happens, and asking changes nothing."""
         ...
 
+    def peer_of(self, request: Request) -> str | None:
+        """The instance that is to send the request's KV, by what the request's parameters say; None: no other one."""
+        ...
+
     def get_load_source(self, request_id: str) -> str | None:
         """The tier from which the request's last load comes; None where there are no tiers."""
         ...
@@ -161,6 +165,9 @@ class PlainSchedulerHalf:
 
     def is_asked_in_vain(self, request_id: str) -> bool:
         return False
+
+    def peer_of(self, request: Request) -> str | None:
+        return None
 
     def get_load_source(self, request_id: str) -> str | None:
         return None

@@ -50,7 +50,6 @@ class Ends:
     def _report_stall(self, node: Node, request: Request) -> None:
         held = node.instance.scheduler.kv.num_blocks_held(request.request_id)
         parked = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-        params = request.kv_transfer_params or {}
         self._sink.emit(
             Event(
                 "request.stalled",
@@ -59,7 +58,7 @@ class Ends:
                 node.instance.scheduler.step,
                 request.request_id,
                 request.transfer_id,
-                peer=_peer_of(params) if parked else None,
+                peer=_peer_of(node, request) if parked else None,
                 num_tokens=request.parked_since_ns if parked else request.arrival_ns,
                 num_blocks=held,
                 status=request.status.name,
@@ -72,9 +71,14 @@ class Ends:
         """The last fault that named the request, else one that has harmed an instance of its pair for good."""
         handle = self._blame.of_request(request.request_id)
         if handle is None:
-            peer = _peer_of(request.kv_transfer_params or {})
+            peer = _peer_of(node, request)
             handle = self._blame.lasting_at([name for name in (peer, node.name) if name is not None])
         return handle
+
+
+def _peer_of(node: Node, request: Request) -> str | None:
+    connector = node.instance.scheduler.connector
+    return connector.peer_of(request) if connector is not None else None
 
 
 def _waiting_on(instance: Instance, request: Request, num_blocks_held: int) -> str:
@@ -93,8 +97,3 @@ def _waiting_on(instance: Instance, request: Request, num_blocks_held: int) -> s
             return "progress: its lookup keeps the connector busy, and is never decided"
         return "an undecided lookup"
     return "a turn to run" if num_blocks_held else "free blocks"
-
-
-def _peer_of(params: dict[str, object]) -> str | None:
-    engine_id = params.get("remote_engine_id")
-    return engine_id.partition("#")[0] if isinstance(engine_id, str) else None

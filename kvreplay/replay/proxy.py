@@ -13,7 +13,7 @@ from kvreplay.connectors.mooncake.addresses import bootstrap_url
 from kvreplay.events import CONNECTION_REFUSED, Event, EventSink
 from kvreplay.replay.config import Role, Routing, TopologyConfig
 from kvreplay.replay.node import Leg, OnEnd
-from kvreplay.sim.bus import Bus
+from kvreplay.sim.bus import Bus, owner_of
 from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
 from kvreplay.trace.workload import Arrival, Workload
 
@@ -174,7 +174,7 @@ class Proxy:
         """Nobody listens at the instance: the client of a serving one gets an error, the producer's is not missed."""
         if envelope.kind != CLIENT_ARRIVAL:
             return
-        name = envelope.destination.partition("/")[0]
+        name = owner_of(envelope.destination)
         request_id = envelope.request_ids[0]
         server = self._serving.get(request_id)
         if server is None:

@@ -5,6 +5,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from kvreplay.behaviour import Behaviour
 from kvreplay.connectors.mooncake import log
+from kvreplay.connectors.mooncake.addresses import instance_of, printable
 from kvreplay.connectors.mooncake.log import LogSink
 from kvreplay.connectors.mooncake.structs import MooncakeConnectorMetadata, PullReqMeta
 from kvreplay.engine.connector import PlainSchedulerHalf, RequestBlocks
@@ -89,6 +90,10 @@ class MooncakeScheduler(PlainSchedulerHalf):
         is_pulled = self._pulls_whole and params.get("do_remote_prefill")
         if params.get("do_remote_decode") and self._leaves_last_token and not is_pulled:
             _leave_last_token_out(request, params)
+
+    def peer_of(self, request: Request) -> str | None:
+        engine_id = (request.kv_transfer_params or {}).get("remote_engine_id")
+        return instance_of(printable(engine_id)) if isinstance(engine_id, str) else None
 
     def loads_every_group(self, request_id: str) -> bool:
         return True

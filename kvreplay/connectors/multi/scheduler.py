@@ -104,6 +104,9 @@ class MultiScheduler:
             lost = offers[place] if offers and num_external_tokens else 0
             child.update_state_after_alloc(request, blocks, num_external_tokens if place == chosen else lost)
 
+    def peer_of(self, request: Request) -> str | None:
+        return next((peer for child in self.children if (peer := child.peer_of(request)) is not None), None)
+
     def get_load_source(self, request_id: str) -> str | None:
         chosen = self._chosen.get(request_id)
         return None if chosen is None else self.children[chosen].get_load_source(request_id)

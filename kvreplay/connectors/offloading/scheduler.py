@@ -151,6 +151,9 @@ class OffloadingScheduler:
     def is_going_in_circles(self, request_id: str) -> bool:
         return self.states[request_id].context.is_going_in_circles
 
+    def peer_of(self, request: Request) -> str | None:
+        return None
+
     def get_load_source(self, request_id: str) -> str | None:
         return self.states[request_id].load_source
 

@@ -63,6 +63,14 @@ def metadata_of(half: MooncakeScheduler) -> MooncakeConnectorMetadata:
     return metadata
 
 
+@pytest.mark.parametrize(("engine_id", "peer"), [("P0#0", "P0"), ("P0#2", "P0"), (None, None), (7, None)])
+def test_the_peer_is_the_instance_behind_the_remote_engine_id(engine_id: object, peer: str | None) -> None:
+    half = scheduler("kv_consumer")
+    assert half.peer_of(decode_leg(remote_engine_id=engine_id)) == peer
+    assert half.peer_of(prefill_leg()) is None
+    assert half.peer_of(request("r", RequestStatus.WAITING, None)) is None
+
+
 class TestConsumer:
     def test_everything_that_is_not_here_is_promised(self) -> None:
         half = scheduler("kv_consumer")

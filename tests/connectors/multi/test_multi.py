@@ -73,6 +73,12 @@ class TestChoice:
             ("alloc", ([1, 2],), 0),
         ]
 
+    def test_the_peer_is_that_of_the_child_that_has_one(self) -> None:
+        remote = Child()
+        remote.peer_of = lambda request: "P0"  # type: ignore[method-assign]
+        assert MultiScheduler([Child(), remote]).peer_of(a_request()) == "P0"
+        assert MultiScheduler([Child(), Child()]).peer_of(a_request()) is None
+
     def test_who_does_not_know_yet_stops_it_also_behind_a_match(self) -> None:
         last = Child(answer=(4, False))
         multi = MultiScheduler([Child(answer=(8, True)), Child(answer=(None, False)), last])
