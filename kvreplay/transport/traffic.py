@@ -4,11 +4,12 @@ Each process counts, by connection and direction, what it has sent and taken. Wh
 sent that was not taken, every effect of what has happened has happened too, however slow the machine is.
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import msgspec
+
+from kvreplay.sim.recent import Recent
 
 _MAX_EARLY: Final = 1 << 12
 """Connections that nobody has opened yet, and what was told of them. Most of these are strangers'."""
@@ -80,7 +81,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._open: dict[Connection, list[int]] = {}
-        self._early: OrderedDict[Connection, list[int]] = OrderedDict()
+        self._early: Recent[Connection, list[int]] = Recent(_MAX_EARLY)
         self._gone: dict[str, None] = {}
         self._awaited: dict[Connection, None] = {}
 
@@ -97,7 +98,7 @@ class Ledger:
         for connection, num_questions, num_answers in told.balances:
             counts = self._open.get(connection)
             if counts is None:
-                counts = self._early.setdefault(connection, [0, 0])
+                counts = self._early[connection] = self._early.get(connection, [0, 0])
             counts[0] += num_questions
             counts[1] += num_answers
             self._look_at(connection)
@@ -107,8 +108,6 @@ class Ledger:
             self._gone[endpoint] = None
             for connection in [connection for connection in self._open if connection.endpoint == endpoint]:
                 self._close(connection)
-        while len(self._early) > _MAX_EARLY:
-            self._early.popitem(last=False)
 
     def listens(self, endpoint: str) -> None:
         """Somebody does, perhaps where another did before."""

@@ -1,6 +1,5 @@
 """A rank's registered layout, and what a producer makes of its consumers' layouts."""
 
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -21,6 +20,7 @@ from kvreplay.connectors.mooncake.regions import (
     length_problem,
 )
 from kvreplay.connectors.mooncake.structs import MooncakeXferMetadata
+from kvreplay.sim.recent import Recent
 
 _T = TypeVar("_T")
 
@@ -91,10 +91,9 @@ class LayoutMatcher:
         self._ranks = ranks
         self._heads = heads
         self._log = log_line
-        self._limit = limit
         self._group_of_layer = {region.layer_name: region.group_index for region in layout.regions}
-        self._by_peer: OrderedDict[Hashable, _Prepared] = OrderedDict()
-        self._prepared: OrderedDict[Hashable, _Prepared] = OrderedDict()
+        self._by_peer: Recent[Hashable, _Prepared] = Recent(limit)
+        self._prepared: Recent[Hashable, _Prepared] = Recent(_MAX_PREPARED)
 
     def __len__(self) -> int:
         return len(self._by_peer)
@@ -126,7 +125,7 @@ class LayoutMatcher:
             raise LayoutMissError(
                 f"Mooncake KV layout {pull.layout_id:#x} from {pull.remote_hostname}:{pull.remote_port} is not cached."
             )
-        self._by_peer.move_to_end(key)
+        self._by_peer[key] = prepared  # used again, so kept as long as a new one
         return prepared
 
     def _prepare(self, pull: MooncakeXferMetadata) -> _Prepared:
@@ -134,20 +133,11 @@ class LayoutMatcher:
         prepared = self._prepared.get(key)
         if prepared is None:
             prepared = self._prepared[key] = self._compare(pull)
-            while len(self._prepared) > _MAX_PREPARED:
-                self._prepared.popitem(last=False)
         if prepared.misfit is not None:
             raise MisfitError(prepared.misfit)
         if pull.layout_id:
-            self._remember(pull, prepared)
+            self._by_peer[_peer_key(pull)] = prepared
         return prepared
-
-    def _remember(self, pull: MooncakeXferMetadata, prepared: _Prepared) -> None:
-        key = _peer_key(pull)
-        self._by_peer[key] = prepared
-        self._by_peer.move_to_end(key)
-        while len(self._by_peer) > self._limit:
-            self._by_peer.popitem(last=False)
 
     def _compare(self, pull: MooncakeXferMetadata) -> _Prepared:
         local, remote = self._layout.regions, regions_of(pull, self._group_of_layer)

@@ -1,6 +1,6 @@
 """The consumer's end of pulls over real sockets: a DEALER for each, from the pull to its last reply."""
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -15,6 +15,7 @@ from kvreplay.connectors.mooncake.structs import (
 )
 from kvreplay.sim.bus import owner_of
 from kvreplay.sim.envelope import PULL_REPLY, PULL_REQUEST, Envelope
+from kvreplay.sim.recent import Recent
 from kvreplay.transport.traffic import Connection, Traffic
 from kvreplay.transport.zmq_sockets import Socket, ZmqSockets
 
@@ -54,7 +55,7 @@ class PullSockets:
         self._is_open = is_open
         self._malformed = malformed
         self._pulls: dict[str, _Pull] = {}
-        self._past: OrderedDict[str, Envelope] = OrderedDict()
+        self._past: Recent[str, Envelope] = Recent(_MAX_PAST)
         """Identities of sockets → the pulls for which they were, over or not."""
         self._num_sockets = 0
 
@@ -113,8 +114,6 @@ class PullSockets:
         )
         pull = self._pulls[conversation] = _Pull(dealer, Connection(endpoint, identity), envelope, {})
         self._traffic.opened(pull.connection)
-        while len(self._past) > _MAX_PAST:
-            self._past.popitem(last=False)
         return pull
 
     def _forget(self, conversation: str) -> None:

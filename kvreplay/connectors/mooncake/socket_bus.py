@@ -8,10 +8,10 @@ listens.
 Faults act at the consumer's sockets: on what it sends, and on what has arrived.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -47,6 +47,7 @@ from kvreplay.sim.envelope import (
     Envelope,
     Handler,
 )
+from kvreplay.sim.recent import Recent
 from kvreplay.transport.http import Exchange, HttpCall, HttpServer
 from kvreplay.transport.paced import PacedLoop, Place
 from kvreplay.transport.traffic import Connection, Traffic
@@ -106,13 +107,13 @@ class SocketBus(Bus):
         self._directory: dict[str, str] = {}
         self._routers: dict[str, Socket] = {}
         self._servers: dict[str, HttpServer] = {}
-        self._asked: OrderedDict[str, str] = OrderedDict()
+        self._asked: Recent[str, str] = Recent(_MAX_KNOWN)
         """Pulls that others wait for here → the address at which they came in."""
         self._engines: dict[str, tuple[Socket, Connection]] = {}
         """Memory → the socket to it."""
-        self._writers: OrderedDict[str, tuple[str, bytes]] = OrderedDict()
+        self._writers: Recent[str, tuple[str, bytes]] = Recent(_MAX_KNOWN)
         """Who has written here → the memory's address, and the name of the writer's socket."""
-        self._exchanges: OrderedDict[str, Exchange] = OrderedDict()
+        self._exchanges: Recent[str, Exchange] = Recent(_MAX_KNOWN)
         self.num_exchanges = 0
         """Requests that its HTTP servers have taken."""
         self._calls: dict[str, tuple[HttpCall, Connection]] = {}
@@ -290,7 +291,7 @@ class SocketBus(Bus):
                 received.transfer_ids = tuple(transfer_id for transfer_id, _ in pull.req_blocks.values())
         else:
             self.malformed["pull"] += 1
-        _remember(self._asked, conversation, address)
+        self._asked[conversation] = address
         self._arrive_here(received)
 
     def _send_reply(self, envelope: Envelope) -> bool:
@@ -343,8 +344,6 @@ class SocketBus(Bus):
             received.attempt = asked.attempt
             received.peer_index, received.num_peers = asked.peer_index, asked.num_peers
         self._writers[header.source] = (address, identity)
-        while len(self._writers) > _MAX_KNOWN:
-            self._writers.popitem(last=False)
         self._arrive_through_faults(received)
 
     def _send_done(self, envelope: Envelope) -> bool:
@@ -372,7 +371,7 @@ class SocketBus(Bus):
         self.traffic.taken(Connection(self._endpoints[address], exchange.client))
         self.num_exchanges += 1
         client = f"{_HTTP}{self.num_exchanges}"
-        _remember(self._exchanges, client, exchange)
+        self._exchanges[client] = exchange
         is_get = request.method == "GET"
         self._arrive_here(
             Envelope(
@@ -458,9 +457,3 @@ def _place_of(envelope: Envelope) -> Place:
     if socket and number.isdecimal():
         return order, "", int(number), socket, b""
     return order, envelope.source, 0, envelope.conversation, b""
-
-
-def _remember(known: "OrderedDict[str, Any]", key: str, value: object) -> None:
-    known[key] = value
-    while len(known) > _MAX_KNOWN:
-        known.popitem(last=False)

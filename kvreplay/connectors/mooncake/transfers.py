@@ -1,8 +1,7 @@
 """What a producer rank knows of each transfer: announced, ready, overdue, sent; and what it tells its scheduler."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, TypeVar
+from typing import Final
 
 from kvreplay.behaviour import Behaviour
 from kvreplay.connectors.mooncake import log
@@ -12,9 +11,9 @@ from kvreplay.connectors.mooncake.log import LogSink
 from kvreplay.connectors.mooncake.stats import MooncakeStats
 from kvreplay.connectors.mooncake.structs import MooncakeConnectorMetadata
 from kvreplay.events import Event, EventSink
+from kvreplay.sim.recent import Recent
 from kvreplay.transport.machine import Deadlines
 
-_Value = TypeVar("_Value")
 _MAX_GONE: Final = 4096
 """Transfers that ended unsent and are remembered, so that a late pull can be told."""
 
@@ -54,10 +53,10 @@ class Transfers:
         self._finished_sending: dict[str, None] = {}
         self._overdue: dict[str, SendBlockMeta] = {}
         """Transfers whose time is up: the next poll frees those that are not being sent."""
-        self._shared: OrderedDict[str, None] = OrderedDict()
+        self._shared: Recent[str, None] = Recent(_MAX_GONE)
         """Transfer ids that two requests have claimed: nobody can tell whose blocks a pull means."""
-        self._gone: OrderedDict[str, None] = OrderedDict()
-        self._given_up: OrderedDict[str, SendBlockMeta] = OrderedDict()
+        self._gone: Recent[str, None] = Recent(_MAX_GONE)
+        self._given_up: Recent[str, SendBlockMeta] = Recent(_MAX_GONE)
         """Transfers whose blocks are gone, where late pulls read what is there instead."""
 
     def configure(self, config: MooncakeConfig) -> None:
@@ -103,7 +102,7 @@ class Transfers:
 
     def _refuse_shared(self, entry: SendBlockMeta) -> None:
         """Two live requests have one transfer id: neither is sent, rather than one to the other's consumer."""
-        _keep_last(self._shared, entry.transfer_id, None)
+        self._shared[entry.transfer_id] = None
         if self.remove(entry.transfer_id) is not None and entry.ready:
             self._finished_sending[entry.p_req_id] = None
         entry.dropped = True
@@ -160,7 +159,7 @@ class Transfers:
         return entry
 
     def _remember_gone(self, transfer_id: str) -> None:
-        _keep_last(self._gone, transfer_id, None)
+        self._gone[transfer_id] = None
 
     # -- what the scheduler hears -------------------------------------------------------------------------
 
@@ -205,7 +204,7 @@ class Transfers:
         if self._answers_drops:
             self._remember_gone(entry.transfer_id)
         if self._reads_late:
-            _keep_last(self._given_up, entry.transfer_id, entry)
+            self._given_up[entry.transfer_id] = entry
         self._stats.num_kv_expired_reqs += 1
         if self._log is not None:
             self._log(log.SENDER, log.WARNING, log.EXPIRED, entry.p_req_id, self._abort_timeout_s)
@@ -253,9 +252,3 @@ class Transfers:
         """Every consumer rank has it."""
         if self.remove(entry.transfer_id) is not None:
             self._finished_sending[entry.p_req_id] = None
-
-
-def _keep_last(transfers: OrderedDict[str, _Value], transfer_id: str, value: _Value) -> None:
-    transfers[transfer_id] = value
-    if len(transfers) > _MAX_GONE:
-        transfers.popitem(last=False)
