@@ -12,7 +12,6 @@ from kvreplay.engine.agreement import beyond_known
 from kvreplay.engine.instance import Instance
 from kvreplay.engine.output import SchedulerOutput
 from kvreplay.errors import EngineFatal
-from kvreplay.sim.event_loop import FOREVER_NS
 
 
 class OverlappedInstance(Instance):
@@ -52,17 +51,10 @@ class OverlappedInstance(Instance):
     def _run_first(self, *, progress: bool) -> None:
         """The first step in the pipeline starts. `progress`: what comes after it may be another than it was."""
         out = self._in_flight = self._pipeline[0]
-        duration_ns = 0
-        if out.total_num_scheduled_tokens:
-            duration_ns = self._forward_pass_ns(out)
-        held_up_ns = self._start_work(out, duration_ns)
-        if held_up_ns >= FOREVER_NS:
-            self.is_hung = True
+        duration_ns = self._run(out)
+        if duration_ns is None:
             return
-        duration_ns += held_up_ns
-        if out.total_num_scheduled_tokens:
-            self._note_step(out, duration_ns)
-        elif not held_up_ns and len(self._pipeline) == 1:
+        if not duration_ns and not out.total_num_scheduled_tokens and len(self._pipeline) == 1:
             progress |= self._end_step(out)
             self._pipeline.clear()
             self._in_flight = None

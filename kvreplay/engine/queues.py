@@ -2,7 +2,7 @@
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from contextlib import suppress
 
 from kvreplay.engine.request import Request
 
@@ -29,11 +29,10 @@ class RequestQueue(deque[Request]):
         """Put requests in front, in their given order."""
         self.extendleft(reversed(requests))
 
-    def remove_all(self, requests: Iterable[Request]) -> None:
-        gone = {request.request_id for request in requests}
-        kept = [request for request in self if request.request_id not in gone]
-        self.clear()
-        self.extend(kept)
+    def discard(self, request: Request) -> None:
+        """Take it out from wherever it stands, if it is there. Whoever ends in order of arrival is found in front."""
+        with suppress(ValueError):
+            self.remove(request)
 
 
 class PriorityQueue(RequestQueue):

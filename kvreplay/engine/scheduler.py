@@ -373,8 +373,8 @@ class Scheduler(AdmissionLayer):
             self._explicit.pop(request.request_id, None)
             return
         # Preempted, and finished by what was in flight.
-        self.waiting.remove_all([request])
-        self.kv_holding_waiting.remove_all([request])
+        self.waiting.discard(request)
+        self.kv_holding_waiting.discard(request)
         self.deferred_waiting.pop(request.request_id, None)
 
     def take_drafts(self, out: SchedulerOutput) -> None:

@@ -201,23 +201,31 @@ class SteppingInstance:
         out = scheduler.schedule()
         self._note_blocks()
         self._in_flight = out  # a report that comes of the work itself must not wake whoever is awake
+        duration_ns = self._run(out)
+        if duration_ns is None:
+            return
+        if not duration_ns and not out.total_num_scheduled_tokens:
+            progress = out.made_progress
+            progress |= self._end_step(out)
+            self._in_flight = None
+            self._after_empty_step(progress=progress)
+            return
+        self._set_timer(self._loop.now_ns + duration_ns, self._finish_step)
+
+    def _run(self, out: SchedulerOutput) -> int | None:
+        """The step begins. Returns how long it takes, 0 if there is nothing to compute or to wait for; None: it never
+        ends."""
         duration_ns = 0
         if out.total_num_scheduled_tokens:
             duration_ns = self._forward_pass_ns(out)
         held_up_ns = self._start_work(out, duration_ns)
         if held_up_ns >= FOREVER_NS:
             self.is_hung = True
-            return
-        if not out.total_num_scheduled_tokens and not held_up_ns:
-            progress = out.made_progress
-            progress |= self._end_step(out)
-            self._in_flight = None
-            self._after_empty_step(progress=progress)
-            return
+            return None
         duration_ns += held_up_ns
         if out.total_num_scheduled_tokens:
             self._note_step(out, duration_ns)
-        self._set_timer(self._loop.now_ns + duration_ns, self._finish_step)
+        return duration_ns
 
     @property
     def _must_single_step(self) -> bool:

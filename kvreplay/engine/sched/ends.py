@@ -53,8 +53,8 @@ class EndsLayer(HybridLockstepLayer):
         if request.lockstep_since is not None:
             self._leave_lockstep(request, in_flight=self._in_flight is not None, is_over=True)
         if self.running.pop(request_id, None) is None:
-            self.waiting.remove_all([request])
-            self.kv_holding_waiting.remove_all([request])
+            self.waiting.discard(request)
+            self.kv_holding_waiting.discard(request)
             self.deferred_waiting.pop(request_id, None)
         self._explicit.pop(request_id, None)
         delay_free = False
@@ -162,7 +162,7 @@ class EndsLayer(HybridLockstepLayer):
         self.inflight_prefills.pop(request.request_id, None)
         self._ready_holding.pop(request.request_id, None)
         self.deferred_waiting.pop(request.request_id, None)
-        self.kv_holding_waiting.remove_all([request])
+        self.kv_holding_waiting.discard(request)
         self.waiting.prepend(request)
 
     def drop_in_flight(self, request: Request) -> None:
