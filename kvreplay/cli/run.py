@@ -141,6 +141,7 @@ def run(
         profile=profile,
         switches=behaviour or (),
         trace_config=trace_config(opened),
+        trace_name=str(path),
     )
     _check_transport(chosen("--transport", transport, ("virtual", "zmq")), time_scale, loaded.config)
     options = RunOptions(

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvreplay.errors import ConfigError
+from kvreplay.events import DETAIL_RUN, KINDS
 from kvreplay.faults.action import PRODUCER, moment_of
-from kvreplay.faults.patterns import SERVING, EventPattern, format_moment, matches_any
+from kvreplay.faults.patterns import SELF, SERVING, EventPattern, format_moment, matches_any
 from kvreplay.faults.plan import FaultPlan
 from kvreplay.faults.registry import VERBS
 from kvreplay.faults.spec import Fault
@@ -21,6 +22,16 @@ _AT_CONSUMERS: Final = (
 )
 _AT_PRODUCERS: Final = ("send.started", "send.finished", "send.expired")
 """Kinds of events of which only one end of a pair has any."""
+_MOONCAKE: Final = frozenset({"mooncake"})
+_TIERS: Final = frozenset({"offloading", "simple_cpu"})
+_ANY: Final = _MOONCAKE | _TIERS
+_MAKERS: Final[Mapping[str, frozenset[str]]] = {
+    **dict.fromkeys(("pull", "send", "bootstrap"), _MOONCAKE),
+    "store": _TIERS,
+    **dict.fromkeys(("load", "lookup", "request.parked", "request.promoted"), _ANY),
+}
+"""Kind of event, or what it begins with → the connectors that make some."""
+_AT_THE_END: Final = ("request.stalled", "run.summary")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +131,19 @@ def _patterns_of(fault: Fault) -> list[EventPattern]:
 
 
 def _check_pattern(fault: Fault, pattern: EventPattern, topology: TopologyInfo) -> None:
-    if not topology.connectors and all(_is_of_a_connector(kind) for kind in pattern.kinds):
-        raise ConfigError(f"{fault.origin}: waits for {pattern.text}, which needs a connector; none is configured")
+    if all(_comes_too_late(kind) for kind in pattern.kinds):
+        raise ConfigError(f"{fault.origin}: no fault can wait for {pattern.text}")
+    missing = [_makers_of(kind) for kind in pattern.kinds]
+    if all(makers is not None and not makers & topology.connectors for makers in missing):
+        makers = sorted(frozenset().union(*filter(None, missing)))
+        have = ", ".join(sorted(topology.connectors)) or "none"
+        hint = "; its key when= says what it waits for" if "when" in fault.settings else ""
+        raise ConfigError(
+            f"{fault.origin}: waits for {pattern.text}, which needs {' or '.join(makers)}; configured: {have}{hint}"
+        )
+    ids = topology.request_ids
+    if pattern.request not in (None, SELF) and ids is not None and not matches_any(pattern.request, ids):
+        raise ConfigError(f"{fault.origin}: {pattern.text} matches none of {len(ids)} requests")
     instance = pattern.instance
     if instance in (None, SERVING):
         return
@@ -135,5 +157,11 @@ def _check_pattern(fault: Fault, pattern: EventPattern, topology: TopologyInfo) 
             raise ConfigError(f"{fault.origin}: {pattern.text} happens nowhere{_one_of(able)}")
 
 
-def _is_of_a_connector(kind: str) -> bool:
-    return kind.partition(".")[0] in ("pull", "send", "bootstrap", "load", "store", "lookup")
+def _makers_of(kind: str) -> frozenset[str] | None:
+    """The connectors that have such events; None: no connector is needed."""
+    return _MAKERS.get(kind, _MAKERS.get(kind.partition(".")[0]))
+
+
+def _comes_too_late(kind: str) -> bool:
+    """Whether it is only told of when all faults are over, or only with a finer --detail, on which none may depend."""
+    return kind in _AT_THE_END or KINDS[kind].detail > DETAIL_RUN

@@ -143,16 +143,18 @@ def load_config(
     profile: str | None = None,
     switches: Sequence[str] = (),
     trace_config: str | None = None,
+    trace_name: str = "the trace",
 ) -> LoadedConfig:
     """Resolve what a run is configured with. Raises ConfigError, one line that names the file, key or flag.
 
-    `name_or_path` is --config: a preset's name or a file. Without it `trace_config` (the JSON in the trace's
-    metadata) is used, else `DEFAULT_CONFIG`. `sets` are --set arguments, `policy`, `profile` and `switches` those of
-    --policy, --profile and --behaviour.
+    `name_or_path` is --config: a preset's name or a file. Without it `trace_config` (the JSON in the metadata of the
+    trace that messages call `trace_name`) is used, else `DEFAULT_CONFIG`. `sets` are --set arguments, `policy`,
+    `profile` and `switches` those of --policy, --profile and --behaviour.
     """
-    document, name, origin = _base_document(name_or_path, trace_config)
+    trace_source = f"{trace_name}'s config"
+    document, name, origin = _base_document(name_or_path, trace_config, trace_source)
     document.setdefault("network", {"preset": DEFAULT_NETWORK})
-    source = {"the trace": "the trace's config"}.get(origin, name)
+    source = {"the trace": trace_source}.get(origin, name)
     # First what decides on which keys there are: with another kind of connector, the file's own keys for it are gone.
     for assignment in sorted(sets, key=lambda assignment: not assignment.startswith(f"{_KIND}=")):
         apply_set(document, assignment)
@@ -228,12 +230,12 @@ def apply_set(document: Document, assignment: str) -> None:
 # -- where a document comes from ----------------------------------------------------------------------------------
 
 
-def _base_document(name_or_path: str | None, trace_config: str | None) -> tuple[Document, str, str]:
+def _base_document(name_or_path: str | None, trace_config: str | None, trace_source: str) -> tuple[Document, str, str]:
     """(document, its name, its origin)."""
     if name_or_path is not None:
         return read_document(name_or_path), name_or_path, "--config"
     if trace_config is not None:
-        return _parse_json(trace_config, "the trace's config"), "trace", "the trace"
+        return _parse_json(trace_config, trace_source), "trace", "the trace"
     return read_document(DEFAULT_CONFIG), DEFAULT_CONFIG, "default"
 
 

@@ -24,10 +24,17 @@ def crashes_section(summary: Summary) -> Section:
             instant(crash.time_s),
             "-" if crash.step is None else number(crash.step),
             f"{crash.exception}: {crash.message}" if crash.message else crash.exception,
+            crash.fault or "-",
         )
         for crash in summary.crashes[:MAX_GROUPS]
     ]
-    headers = [Column("instance"), Column("at", "right"), Column("step", "right"), Column("exception", fold=True)]
+    headers = [
+        Column("instance"),
+        Column("at", "right"),
+        Column("step", "right"),
+        Column("exception", fold=True),
+        Column("fault", fold=True),
+    ]
     yield table(headers, rows)
     if len(summary.crashes) > MAX_GROUPS:
         yield more(len(summary.crashes) - MAX_GROUPS, "crashes")

@@ -1,5 +1,6 @@
 """How long prompts and outputs are: fixed, lognormal, or as in a trace."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import exp, log
@@ -122,6 +123,23 @@ def drawer(lengths: Lengths, rng: Random, *, place: int = 0) -> Callable[[], int
         case Empirical(file):
             pairs = _measured(file)
             return lambda: pairs[rng.randrange(len(pairs))][place]
+
+
+def turns_drawer(turns: Lengths, rng: Random) -> Callable[[], int]:
+    """Draws how many turns a session has; of a trace, as many as one of its sessions has."""
+    if not isinstance(turns, Empirical):
+        return drawer(turns, rng)
+    counts = _turns_of_sessions(turns.file)
+    return lambda: counts[rng.randrange(len(counts))]
+
+
+def _turns_of_sessions(file: Path) -> list[int]:
+    """In the order in which they begin. A request that names no session is one of its own."""
+    counts: Counter[str | int] = Counter()
+    for place, arrival in enumerate(read_workload(read_trace(file)).arrivals):
+        session = arrival.params.get("session") if arrival.params else None
+        counts[place if session is None else str(session)] += 1
+    return list(counts.values())
 
 
 def _whole(logarithm: float, limit: int) -> int:

@@ -17,7 +17,7 @@ from kvreplay.kv.content_index import mix64
 from kvreplay.sim.rng import generator, stable_hash
 from kvreplay.trace import synth_defaults as default
 from kvreplay.trace.digest import file_digest
-from kvreplay.trace.lengths import Empirical, Fixed, Lengths, drawer, pair_drawer, parse_lengths
+from kvreplay.trace.lengths import Empirical, Fixed, Lengths, pair_drawer, parse_lengths, turns_drawer
 from kvreplay.trace.schema import TraceMetadata
 from kvreplay.trace.workload import MAX_REQUEST_TOKENS, Arrival, ClientAbort, Workload
 
@@ -150,7 +150,7 @@ def _in_order_of_time(options: SynthOptions) -> list[Arrival]:
     """Sessions begin as the arrival process says; each turn is drawn when its time comes."""
     rng = {part: generator(options.seed, f"synth.{part}") for part in ("gaps", "system", "turns", "think")}
     gap_s = _gap_drawer(options, rng["gaps"])
-    draw_turns = drawer(options.turns, rng["turns"])
+    draw_turns = turns_drawer(options.turns, rng["turns"])
     draw_pair = pair_drawer(
         options.prompt,
         options.output,

@@ -212,7 +212,8 @@ class FaultCount(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: dict[str, int] = {}
     followed: dict[str, int] = {}
     """What became of requests that no fault named, and that came to harm (failed, rejected, stalled, unfinished) by
-    this one: served or fed, no earlier than it acted, by an instance on which it acted as a whole, or held up by it."""
+    this one: served or fed, no earlier than it acted, by an instance on which it acted as a whole, or whose engine then
+    died of it; or held up by it."""
     fired_late: int = 0
     """Of an action on whole instances: how often it acted when every request had ended, which tests nothing."""
     acted_on: list[str] = []
@@ -230,6 +231,8 @@ class Crash(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None
     exception: str
     message: str
+    fault: str | None = None
+    """The last fault before it that acted there, or named a request that was served or fed there."""
     implied: dict[str, int] = {}
 
 

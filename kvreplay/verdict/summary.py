@@ -60,11 +60,12 @@ def summarise(frame: pl.DataFrame, facts: RunFacts, findings: Sequence[Finding] 
     overdue_after_ns = nanoseconds(facts.in_effect.overdue_after_s)
     found = outcomes(frame, facts.path_timers_ns + overdue_after_ns)
     faults = _fault_rows(frame)
-    became = _faults(faults, found, facts.faults)
+    crashes = _crashes(frame, faults, found.requests)
+    became = _faults(faults, found, facts.faults, crashes)
     fault_counts = [fault.counted for fault in became]
     explained = {name for fault in became for name in fault.request_ids}
     requests = count_requests(found, unfaulted_failures(frame)["request_id"], explained)
-    judged = _judge(frame, facts, found.stalls, requests, faults, findings, fault_counts)
+    judged = _judge(frame, facts, found.stalls, crashes, requests, faults, findings, fault_counts)
     usage = counts.usage_samples(frame)
     arrived = found.requests["arrived_ns"]
     arrivals_ns = (int(arrived[0]), int(arrived[-1])) if len(arrived) else (0, 0)
@@ -112,13 +113,13 @@ def _judge(
     frame: pl.DataFrame,
     facts: RunFacts,
     stalls: Sequence[Stall],
+    crashes: Sequence[Crash],
     requests: Requests,
     faults: pl.DataFrame,
     findings: Sequence[Finding],
     fault_counts: Sequence[FaultCount],
 ) -> _Judged:
     """Attach what is implied to what implies it, and weigh the rest."""
-    crashes = _crashes(frame)
     attached = attach(
         [*recorded_findings(frame), *findings],
         [StallKey(stall.request_id, stall.instance) for stall in stalls],
@@ -138,8 +139,12 @@ def _fault_rows(frame: pl.DataFrame) -> pl.DataFrame:
     return rows_of(frame, ["fault.injected"], *columns).collect()
 
 
-def _crashes(frame: pl.DataFrame) -> list[Crash]:
+def _crashes(frame: pl.DataFrame, faults: pl.DataFrame, requests: pl.DataFrame) -> list[Crash]:
     rows = rows_of(frame, ["engine.crashed"], "instance", "time_ns", "step", "status", "cause").collect()
+    if rows.is_empty():
+        return []
+    places = requests.select("request_id", "serving", "producer")
+    acted = faults.join(places, on="request_id", how="left", maintain_order="left")
     return [
         Crash(
             instance=row["instance"],
@@ -147,9 +152,16 @@ def _crashes(frame: pl.DataFrame) -> list[Crash]:
             step=row["step"],
             exception=row["status"] or "",
             message=row["cause"] or "",
+            fault=_last_fault(acted, row["instance"], row["time_ns"]),
         )
         for row in rows.iter_rows(named=True)
     ]
+
+
+def _last_fault(acted: pl.DataFrame, instance: str | None, until_ns: int) -> str | None:
+    is_there = pl.any_horizontal(pl.col("instance", "peer", "serving", "producer") == instance)
+    rows = acted.filter(is_there, pl.col("time_ns") <= until_ns)
+    return None if rows.is_empty() else rows["cause"][-1] or rows["status"][-1]
 
 
 def _violations(attached: Attached, faults: pl.DataFrame) -> list[Violation]:
@@ -185,22 +197,41 @@ class _Became(NamedTuple):
     """Those that it named and those that followed."""
 
 
-def _faults(rows: pl.DataFrame, found: Outcomes, planned: Sequence[PlannedFault]) -> list[_Became]:
+def _faults(
+    rows: pl.DataFrame, found: Outcomes, planned: Sequence[PlannedFault], crashes: Sequence[Crash]
+) -> list[_Became]:
     """In the order of the plan; what only the trace knows comes last."""
     named = rows.with_columns(pl.col("cause").fill_null(pl.col("status")))
     seen = named["cause"].unique(maintain_order=True)
     known = {fault.spec for fault in planned}
     plan = [*planned, *(PlannedFault(spec=spec) for spec in seen if spec not in known)]
     all_named = rows["request_id"].drop_nulls().unique()
-    return [_fault(fault, named.filter(pl.col("cause") == fault.spec), found, all_named) for fault in plan]
+    deaths = pl.DataFrame(
+        [(crash.instance, nanoseconds(crash.time_s), crash.fault) for crash in crashes],
+        schema={"instance": pl.String, "time_ns": pl.Int64, "fault": pl.String},
+        orient="row",
+    )
+    return [
+        _fault(
+            fault,
+            named.filter(pl.col("cause") == fault.spec),
+            deaths.filter(pl.col("fault") == fault.spec),
+            found,
+            all_named,
+        )
+        for fault in plan
+    ]
 
 
-def _fault(fault: PlannedFault, rows: pl.DataFrame, found: Outcomes, all_named: pl.Series) -> _Became:
+def _fault(
+    fault: PlannedFault, rows: pl.DataFrame, deaths: pl.DataFrame, found: Outcomes, all_named: pl.Series
+) -> _Became:
     requests = found.requests
     names = rows["request_id"].drop_nulls().unique(maintain_order=True).to_list()
     moments = _num_moments(rows)
     held_up = [stall.request_id for stall in found.stalls if stall.fault == fault.spec]
-    followed = followers(requests, rows.filter(is_of_whole_instance()), all_named, held_up)
+    acted = pl.concat([part.select("instance", "time_ns") for part in (rows.filter(is_of_whole_instance()), deaths)])
+    followed = followers(requests, acted, all_named, held_up)
     actions = rows.filter(is_action_on_instance())
     late = actions.filter(pl.col("request_id").is_null(), pl.col("time_ns") >= _last_end_ns(requests))
     count = FaultCount(

@@ -35,7 +35,14 @@ def test_keys_that_match_something_pass(spec: str) -> None:
     ("spec", "reason"),
     [
         ("timeout", "timeout needs the mooncake connector; configured: none"),
-        ("abort", "waits for pull.sent@serving, which needs a connector; none is configured"),
+        (
+            "abort",
+            "waits for pull.sent@serving, which needs mooncake; configured: none; its key when= says what it waits for",
+        ),
+        (
+            "peer-crash:at=load.started",
+            "waits for load.started, which needs mooncake or offloading or simple_cpu; configured: none",
+        ),
         ("abort:when=running,request=x*", "request=x* matches none of 2 requests"),
         ("abort:when=queued,instance=E1", "instance=E1 matches no instance, expected E0"),
         ("peer-crash:at=request.routed@P0", "request.routed@P0 matches no instance, expected E0"),
@@ -68,6 +75,30 @@ def test_one_engine_without_a_connector(spec: str, reason: str) -> None:
 def test_a_pair(spec: str, reason: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_possible(make_plan([spec]), TOPOLOGY)
+    assert str(error.value) == f"--inject {spec}: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("peer-crash:at=pull.sent@E0", "waits for pull.sent@E0, which needs mooncake; configured: offloading"),
+        ("peer-crash:at=send.*", "waits for send.*, which needs mooncake; configured: offloading"),
+        ("abort:when=queued,until=request.routed#x*", "request.routed#x* matches none of 2 requests"),
+        ("abort:when=queued,after=step", "no fault can wait for step"),
+        ("abort:when=queued,after=block.*@E0", None),
+        ("abort:when=queued,after=run.summary", "no fault can wait for run.summary"),
+        ("peer-crash:at=store.started@E0", None),
+        ("peer-crash:at=*.started", None),
+    ],
+)
+def test_events_that_never_come(spec: str, reason: str | None) -> None:
+    """`block.*` has `block.evicted`, which every trace has; the others are only there with --detail blocks."""
+    topology = replace(SINGLE, connectors=frozenset({"offloading"}))
+    if reason is None:
+        check_possible(make_plan([spec]), topology)
+        return
+    with pytest.raises(ConfigError) as error:
+        check_possible(make_plan([spec]), topology)
     assert str(error.value) == f"--inject {spec}: {reason}"
 
 

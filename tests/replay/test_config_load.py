@@ -263,6 +263,8 @@ def test_files_that_are_no_configuration(tmp_path: Path) -> None:
 def test_a_traces_config_that_cannot_be_read_is_named(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^the trace's config: "):
         load_config(trace_config=text)
+    with pytest.raises(ConfigError, match=r"^x\.parquet's config: "):
+        load_config(trace_config=text, trace_name="x.parquet")
 
 
 # -- what is in effect, and since when ----------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def test_what_was_in_effect_and_how_to_run_it_again(summary: Summary) -> None:
 
 def test_a_crash_comes_right_after_the_verdict(summary: Summary) -> None:
     assert section(printed(summary), "Crashes  1 engine")[1:] == [
-        "  prefill-1  3,000.500 s     -  AssertionError: block 3 is free"
+        "  prefill-1  3,000.500 s     -  AssertionError: block 3 is free  -"
     ]
 
 

@@ -4,6 +4,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -19,8 +20,9 @@ from kvreplay.errors import ConfigError
 from kvreplay.kv.content_index import ContentIndex
 from kvreplay.trace.lengths import Empirical, Fixed, Lengths, Lognormal, drawer, parse_lengths, written
 from kvreplay.trace.reader import read_trace
+from kvreplay.trace.schema import TraceMetadata
 from kvreplay.trace.synth import ArrivalProcess, SynthOptions, synthesise
-from kvreplay.trace.workload import Workload, read_workload
+from kvreplay.trace.workload import Workload, read_workload, write_workload
 
 ROOT = Path(__file__).parents[2]
 
@@ -263,3 +265,15 @@ def test_processes_with_different_hash_seeds_make_the_same_file(tmp_path: Path) 
             capture_output=True,
         )
     assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
+
+
+def test_turns_from_a_trace_are_those_of_its_sessions(tmp_path: Path) -> None:
+    """What a request names no session in is one of one turn."""
+    chat = tmp_path / "chat.parquet"
+    write_workload(chat, synthesise(SynthOptions(requests=60, turns=Fixed(3), think_s=0.01)), TraceMetadata(source={}))
+    single = tmp_path / "single.parquet"
+    write_workload(single, synthesise(SynthOptions(requests=60)), TraceMetadata(source={}))
+    for file, turns in ((chat, 3), (single, 1)):
+        made = synthesise(SynthOptions(requests=30, turns=Empirical(file), think_s=0.01))
+        sessions = Counter(arrival.params.get("session", arrival.request_id) for arrival in made.arrivals)
+        assert max(sessions.values()) == turns  # the last ones are cut short

@@ -272,6 +272,35 @@ def test_without_a_sign_of_it_work_ends_with_the_sample_that_shows_it(sum_up: Su
     assert (idle.busy, idle.busy_until_s) == (None, None)
 
 
+@pytest.mark.parametrize(
+    ("fault", "blamed"),
+    [
+        # On a message of its own request; on a request that it serves; elsewhere; after it.
+        (Event("fault.injected", ns(3), "D0", request_id="r9", status="slow", cause="slow:id=1"), "slow:id=1"),
+        (Event("fault.injected", ns(3), request_id="r1", status="slow", cause="slow:id=1"), "slow:id=1"),
+        (Event("fault.injected", ns(3), "D1", request_id="r2", status="slow", cause="slow:id=1"), None),
+        (Event("fault.injected", ns(6), "D0", request_id="r1", status="slow", cause="slow:id=1"), None),
+    ],
+)
+def test_a_crash_is_blamed_on_the_last_fault_there_and_what_is_refused_later_too(
+    sum_up: SumUp, fault: Event, blamed: str | None
+) -> None:
+    told = sum_up(
+        arrived("r1", 1),
+        Event("request.routed", ns(1), "D0", request_id="r1"),
+        fault,
+        Event("engine.crashed", ns(5), "D0", 7, status="AssertionError", cause="no"),
+        Event("request.failed", ns(5), "D0", 7, "r1", num_tokens=0, cause="engine dead: AssertionError"),
+        arrived("r5", 8),
+        Event("request.routed", ns(8), "D0", request_id="r5"),
+        Event("request.rejected", ns(8), "D0", request_id="r5", cause="connection refused"),
+    )
+    assert [crash.fault for crash in told.crashes] == [blamed]
+    followed = {"rejected": 1} if blamed else {}
+    assert told.requests.rejected_unfaulted == (0 if blamed else 1)
+    assert {name: count for name, count in told.faults[0].followed.items() if name == "rejected"} == followed
+
+
 def test_counters_survive_a_restart(sum_up: SumUp) -> None:
     samples = [
         event for at, steps in ((10, 100), (20, 150), (30, 20), (40, 30)) for event in usage("D0", at, steps=steps)
