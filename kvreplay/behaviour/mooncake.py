@@ -127,6 +127,17 @@ MOONCAKE: Final = (
         ideal="bounded",
     ),
     switch(
+        "waiting_pulls",
+        "sglang#31473; mooncake_connector.py receive_kv: a pull keeps its blocks until it ends",
+        {
+            "hold": "a pull that its producer has not begun to answer keeps its blocks, whoever waits for room",
+            "yield": "where nothing runs and somebody waits for room, it is given up after 10 s and its prompt "
+            "computed, if the policy is recompute",
+        },
+        v0_33="hold",
+        ideal="yield",
+    ),
+    switch(
         "mooncake_lost_pulls",
         "mooncake_connector.py _start_load_kv, handle_new_engine_id: exceptions are not awaited",
         {

@@ -1,9 +1,12 @@
 """A request inside one engine instance (vLLM: v1/request.py)."""
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, Final
 
 from kvreplay.kv.content import Content
+
+UNDECIDED: Final = (None, False)
+"""A connector's answer to a lookup: ask again."""
 
 
 class RequestStatus(IntEnum):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvreplay.engine.instance import Instance
-from kvreplay.engine.request import Request, RequestStatus
+from kvreplay.engine.request import UNDECIDED, Request, RequestStatus
 from kvreplay.engine.sched.state import LIVELOCK_ATTEMPTS
 from kvreplay.events import Event, EventSink
 from kvreplay.faults.blame import Blame
@@ -91,7 +91,7 @@ def _waiting_on(instance: Instance, request: Request, num_blocks_held: int) -> s
         return f"progress: {request.attempts:,} times parked or preempted without a token"
     if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS and request.request_id not in scheduler.finished_recving:
         return "remote KV"
-    if request.request_id in scheduler.deferred_waiting and request.lookup_answer == (None, False):
+    if request.request_id in scheduler.deferred_waiting and request.lookup_answer == UNDECIDED:
         assert scheduler.connector is not None, "who else leaves it undecided"
         if scheduler.connector.is_going_in_circles(request.request_id):
             return "progress: its lookup keeps the connector busy, and is never decided"

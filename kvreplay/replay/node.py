@@ -24,7 +24,7 @@ from kvreplay.engine.log import EngineLog
 from kvreplay.engine.options import SchedulerOptions
 from kvreplay.engine.overlapped_instance import OverlappedInstance
 from kvreplay.engine.recovery import FailureRules
-from kvreplay.engine.request import Request, RequestStatus
+from kvreplay.engine.request import UNDECIDED, Request, RequestStatus
 from kvreplay.engine.rules import SchedulerRules
 from kvreplay.engine.scheduler import Scheduler
 from kvreplay.engine.stepping import Counters
@@ -377,7 +377,13 @@ class Node:
             on_report=lambda: self.instance.poke(),
             dp_rank=self._dp_rank,
             on_registered=self._registered,
+            starves=self._starves if around.recompute and around.behaviour["waiting_pulls"] == "yield" else None,
         )
+
+    def _starves(self) -> bool:
+        """Nothing runs, and somebody without blocks waits for some, and not for a lookup."""
+        scheduler = self.instance.scheduler
+        return not scheduler.running and any(request.lookup_answer != UNDECIDED for request in scheduler.waiting)
 
     @property
     def _dp_rank(self) -> int:

@@ -1,6 +1,8 @@
 """The consumer's half on one rank: asks producers for blocks, takes their writes, settles what they answer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Final
 
 import msgspec
 
@@ -30,6 +32,7 @@ from kvreplay.connectors.mooncake.structs import (
 )
 from kvreplay.connectors.mooncake.write_target import WriteTarget
 from kvreplay.events import Event, EventSink
+from kvreplay.ids import NS_PER_S
 from kvreplay.sim.envelope import (
     BOOTSTRAP_ANSWER,
     BOOTSTRAP_QUERY,
@@ -45,6 +48,10 @@ _FINISH = MooncakeXferResponseStatus.FINISH
 _CONTINUE = MooncakeXferResponseStatus.CONTINUE
 _ERROR = MooncakeXferResponseStatus.ERROR
 _LAYOUT_MISS = MooncakeXferResponseStatus.LAYOUT_MISS
+
+
+GAVE_WAY: Final = "gave way to requests that wait for room"
+_PATIENCE_NS: Final = 10 * NS_PER_S
 
 
 class Consumer:
@@ -66,7 +73,10 @@ class Consumer:
         sink: EventSink,
         stats: MooncakeStats,
         log_line: LogSink | None = None,
+        starves: Callable[[], bool] | None = None,
     ) -> None:
+        """`starves`: whether nothing runs and somebody waits for room; None: no pull gives way to anybody."""
+        self._starves = starves
         self.outbox: list[Envelope] = []
         self.reports = Reports()
         self.failures: dict[str, str] = {}
@@ -349,6 +359,34 @@ class Consumer:
                 )
             )
         self._expect_reply(pull, now_ns)
+        if self._starves is not None and any(meta.has_blocks for meta in pull.metas.values()):
+            self._deadlines.at(now_ns + _PATIENCE_NS, self._give_way, pull)
+
+    def _give_way(self, pull: Pull, now_ns: int) -> None:
+        """Others may need its blocks more than a producer that has not begun. That is told to keep nothing for it."""
+        assert self._starves is not None
+        if self._pulls.get(pull.conversation) is not pull or any(self._has_begun(pull, name) for name in pull.open):
+            return
+        if not self._starves():
+            self._deadlines.at(now_ns + _PATIENCE_NS, self._give_way, pull)
+            return
+        released = {name: replace(pull.metas[name], local_block_ids=[], coverage=None) for name in pull.open}
+        self._give_up(pull, GAVE_WAY)
+        release = Pull(
+            f"{pull.conversation}/release",
+            released,
+            peer=pull.peer,
+            address=pull.address,
+            peer_index=pull.peer_index,
+            num_peers=pull.num_peers,
+            place=pull.place,
+        )
+        self._start_pulls([release], now_ns)
+
+    @staticmethod
+    def _has_begun(pull: Pull, req_id: str) -> bool:
+        meta = pull.metas[req_id]
+        return meta.coverage is not None and len(meta.coverage.missing_blocks()) < meta.num_blocks
 
     def _expect_reply(self, pull: Pull, now_ns: int) -> None:
         self._deadlines.cancel(pull.deadline)

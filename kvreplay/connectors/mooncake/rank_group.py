@@ -210,6 +210,7 @@ def start_workers(
     on_report: Callable[[], None],
     dp_rank: int = 0,
     on_registered: Callable[[EngineFatal | None], None] | None = None,
+    starves: Callable[[], bool] | None = None,
 ) -> MooncakeWorkers:
     """The workers of one engine. `memory`: its rows, in which the ranks' shares follow each other (`Sharding`).
 
@@ -239,6 +240,7 @@ def start_workers(
                 sink=sink,
                 on_report=on_report,
                 on_registered=registered,
+                starves=starves,
             )
         )
     if len(workers) == 1:

@@ -99,6 +99,7 @@ class MooncakeWorker:
         on_registered: Callable[[EngineFatal | None], None] | None = None,
         encodes_messages: bool = False,
         log_line: LogSink | None = None,
+        starves: Callable[[], bool] | None = None,
     ) -> None:
         assert role in KV_ROLES, role
         self.identity = identity
@@ -138,6 +139,7 @@ class MooncakeWorker:
                 sink=sink,
                 stats=self.stats,
                 log_line=log_line,
+                starves=starves,
             )
             self._consumer_driver = drive(self.consumer, PULL_REPLY, BOOTSTRAP_ANSWER, WRITE_DATA)
             self._undelivered = Undelivered(bus, self._is_open)
