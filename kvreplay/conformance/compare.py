@@ -78,14 +78,15 @@ def _guarded(steps: Iterable[Step]) -> Iterator[Step]:
         except KvReplayError:
             raise
         except Exception as bug:
-            yield {"bug": f"{type(bug).__name__}: {bug} ({_place_of(bug)})"}
+            yield {"bug": described(bug)}
             return
         yield step
 
 
-def _place_of(error: BaseException) -> str:
-    *_, frame = traceback.extract_tb(error.__traceback__)
-    return f"{Path(frame.filename).name}:{frame.lineno}"
+def described(bug: Exception) -> str:
+    """One of ours, in a line: what it says and where."""
+    *_, frame = traceback.extract_tb(bug.__traceback__)
+    return f"{type(bug).__name__}: {bug} ({Path(frame.filename).name}:{frame.lineno})"
 
 
 def step_differences(expected: Step, got: Step) -> Iterator[Difference]:

@@ -6,28 +6,36 @@ The form is that of the transcripts recorded from vLLM's own MooncakeConnector (
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
+from kvreplay.conformance.mooncake_script import Allocation, Finish, Seconds, Timeout, check_rules, read_action
 from kvreplay.conformance.vector import Json, UnsupportedVectorError
+from kvreplay.conformance.workload import Positive, Token
 from kvreplay.errors import ConfigError
 
 SIDES: Final = ("P", "D")
 ROLES: Final = {"P": "kv_producer", "D": "kv_consumer"}
 NUM_KV_HEADS: Final = 2
 """Of the recorded model."""
+_MAX_BYTES: Final = 1 << 28
+"""Of one engine's KV memory: far more than any recorded one had."""
+
+Few: TypeAlias = Annotated[int, Meta(ge=1, le=64)]
+Many: TypeAlias = Annotated[int, Meta(ge=1, le=65_536)]
 
 
 class Group(msgspec.Struct, forbid_unknown_fields=True):
     """One KV cache group. `heads`: on one rank; None: the model's, spread over the ranks."""
 
     type: str = "full"
-    layers: list[int] | None = None
-    sliding_window: int | None = None
-    head_size: int = 4
-    heads: int | None = None
-    block_size: int | None = None
+    layers: list[Annotated[int, Meta(ge=0, le=1000)]] | None = None
+    sliding_window: Many | None = None
+    head_size: Many = 4
+    heads: Few | None = None
+    block_size: Many | None = None
     name: str = "attn"
     mode: str = "align"
 
@@ -44,15 +52,15 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
 class SideSpec(msgspec.Struct, forbid_unknown_fields=True):
     """One engine."""
 
-    tp: int = 1
-    pp: int = 1
-    role: str | None = None
-    num_workers: int = 10
-    num_blocks: int = 16
-    block_size: int = 16
-    kernel_block_size: int | None = None
-    policy: str = "fail"
-    max_num_batched_tokens: int = 256
+    tp: Few = 1
+    pp: Few = 1
+    role: Literal["kv_producer", "kv_consumer", "kv_both"] | None = None
+    num_workers: Many = 10
+    num_blocks: Annotated[int, Meta(ge=2, le=65_536)] = 16
+    block_size: Many = 16
+    kernel_block_size: Many | None = None
+    policy: Literal["fail", "recompute"] = "fail"
+    max_num_batched_tokens: Many = 256
     engine_id: str | None = None
     bootstrap_server_address: str | None = None
     groups: list[Group] = msgspec.field(default_factory=list)
@@ -64,6 +72,9 @@ class SideSpec(msgspec.Struct, forbid_unknown_fields=True):
             self.groups = [Group(layers=[0, 1])]
         if self.block_size % (self.kernel_block_size or self.block_size):
             raise ValueError(f"kernel_block_size ({self.kernel_block_size}) must divide block_size ({self.block_size})")
+        pages = sum(len(group.layers or ()) * group.page_bytes(self.block_size, NUM_KV_HEADS) for group in self.groups)
+        if pages * self.num_blocks * self.tp * self.pp > _MAX_BYTES:
+            raise ValueError(f"more than {_MAX_BYTES:,} bytes of KV memory")
 
     @property
     def kernel_ratio(self) -> int:
@@ -74,15 +85,15 @@ class RequestSpec(msgspec.Struct, forbid_unknown_fields=True):
     """One request on one side. `params`: `auto` for what the proxy sends."""
 
     xfer: str | None = None
-    prompt: int | list[int] = 48
+    prompt: Annotated[int, Meta(ge=1, le=1_000_000)] | Annotated[list[Token], Meta(min_length=1)] = 48
     params: dict[str, Any] | str | None = "auto"
     set: dict[str, Any] = msgspec.field(default_factory=dict)
     remove: list[str] = msgspec.field(default_factory=list, name="del")
-    max_tokens: int | None = None
-    stop: list[int] | None = None
+    max_tokens: Positive | None = None
+    stop: list[Token] | None = None
     seed: int = 0
     prompt_logprobs: int | None = None
-    side: str | None = None
+    side: Literal["P", "D"] | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -94,9 +105,9 @@ class RequestSpec(msgspec.Struct, forbid_unknown_fields=True):
 class Env(msgspec.Struct):
     """Timeouts in seconds. `d_recv`: the consumer's for each reply, `real` for the producer's + 60."""
 
-    p_abort: float = 1
-    d_recv: float | str = 20.0
-    http: float = 5.0
+    p_abort: Timeout = 1
+    d_recv: Timeout | Literal["real"] = 20.0
+    http: Timeout = 5.0
 
 
 class _Document(msgspec.Struct):
@@ -113,7 +124,7 @@ class _Document(msgspec.Struct):
     engine: list[dict[str, Any]] = msgspec.field(default_factory=list)
     bootstrap: list[dict[str, Any]] = msgspec.field(default_factory=list)
     wire: list[dict[str, Any]] = msgspec.field(default_factory=list)
-    late_bind: float = 0
+    late_bind: Seconds = 0
     pre_register: list[dict[str, Any]] = msgspec.field(default_factory=list)
 
 
@@ -192,7 +203,7 @@ def read_scenario(document: Json) -> Scenario:
         for group in spec.groups:
             if group.type not in ("full", "swa", "mla", "mamba"):
                 raise UnsupportedVectorError(f"group type {group.type}")
-    return Scenario(
+    scenario = Scenario(
         is_scheduled=raw.mode == "sched",
         debug=raw.debug,
         sides=sides,
@@ -205,6 +216,20 @@ def read_scenario(document: Json) -> Scenario:
         pre_register=raw.pre_register,
         actions=raw.do,
     )
+    _check_script(scenario)
+    return scenario
+
+
+def _check_script(scenario: Scenario) -> None:
+    """Raises ConfigError for what is no action or no rule, and for one that names what is not there."""
+    check_rules({name: getattr(scenario, name) for name in ("wire", "engine", "bootstrap", "pre_register")})
+    for index, action in enumerate(scenario.actions):
+        where = f"scenario.do[{index}]"
+        read = read_action(action, where)
+        if isinstance(read, Allocation | Finish):
+            num_blocks = scenario.sides[scenario.side_of(read.request)].num_blocks
+            if any(block_id >= num_blocks for table in read.blocks for block_id in table):
+                raise ConfigError(f"{where}: there are {num_blocks} blocks, counted from 0")
 
 
 def matches(pattern: str, name: str) -> bool:

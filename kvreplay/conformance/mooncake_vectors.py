@@ -9,15 +9,16 @@ from collections.abc import Iterator, Mapping
 from itertools import permutations
 from typing import Final
 
-from kvreplay.conformance.compare import Difference
+from kvreplay.conformance.compare import Difference, described
 from kvreplay.conformance.mooncake_canonical import Freedom, canonical, differences
 from kvreplay.conformance.mooncake_driver import Played, play
+from kvreplay.conformance.mooncake_recording import check_transcript
 from kvreplay.conformance.mooncake_scenario import Scenario, read_scenario
 from kvreplay.conformance.mooncake_side import Conditions
 from kvreplay.conformance.mooncake_wire import Timing
 from kvreplay.conformance.vector import Json, UnsupportedVectorError
 from kvreplay.connectors.mooncake import log
-from kvreplay.errors import ConfigError
+from kvreplay.errors import KvReplayError
 from kvreplay.ids import NS_PER_MS
 
 _MAX_PERMUTED: Final = 4
@@ -41,6 +42,8 @@ _TIMINGS: Final = (
 def replay_transcript(document: Mapping[str, Json], over: str = "virtual") -> list[Difference]:
     """What our connector does differently, the earliest first; empty if nothing. `over`: the transport.
 
+    A scenario over which it fails with a bug of ours differs in `bug`, and nothing else.
+
     Raises ConfigError for a broken vector, and UnsupportedVectorError for what is not modelled.
     """
     check_transcript(document)
@@ -54,7 +57,12 @@ def replay_transcript(document: Mapping[str, Json], over: str = "virtual") -> li
     expected = canonical(document, freedom)
     best: list[Difference] | None = None
     for conditions in _conditions(document):
-        played = play(scenario, conditions, over)
+        try:
+            played = play(scenario, conditions, over)
+        except KvReplayError:
+            raise
+        except Exception as bug:
+            return [Difference(None, "bug", None, described(bug))]
         found = differences(
             expected, canonical(transcript_of(scenario, played), freedom), played.transcript.entry_states
         )
@@ -75,16 +83,6 @@ def _names_other_memory(scenario: Scenario) -> bool:
         if any(isinstance(edit.get(name), kind) for name, kind in session):
             return True
     return False
-
-
-def check_transcript(document: Mapping[str, Json]) -> None:
-    """Raises ConfigError unless everything that a comparison looks at is there."""
-    for name, kind in (("scenario", dict), ("events", list), ("final", dict)):
-        if not isinstance(document.get(name), kind):
-            raise ConfigError(f"{name}: expected {'an object' if kind is dict else 'a list'}")
-    for index, event in enumerate(document["events"]):
-        if not isinstance(event, dict) or not isinstance(event.get("lane"), str):
-            raise ConfigError(f"events[{index}]: expected an object with a lane")
 
 
 def transcript_of(scenario: Scenario, played: Played) -> dict[str, Json]:

@@ -1,17 +1,17 @@
 """Direct calls of the connector: lookups on a chosen set of chunks, and loads into fabricated block tables."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from kvreplay.conformance.offload_managers import LETTERS
 from kvreplay.conformance.offload_tables import TableBlocks
 from kvreplay.conformance.offload_workload import OffloadSpec, OffloadWorkload, layout_of
 from kvreplay.conformance.vector import Json
-from kvreplay.conformance.workload import Count, EngineSpec, Positive
+from kvreplay.conformance.workload import MAX_PROMPT_TOKENS, Count, EngineSpec
 from kvreplay.connectors.offloading.arrays import Keys
 from kvreplay.connectors.offloading.context import RequestContext
 from kvreplay.connectors.offloading.cpu_manager import CPUOffloadingManager
@@ -36,7 +36,7 @@ class Case(Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     kind: Literal["alloc", "lookup"]
     engine: dict[str, Json]
-    prompt: Positive
+    prompt: Annotated[int, Meta(ge=1, le=MAX_PROMPT_TOKENS)]
     local: Count
     note: str = ""
     external: Count = 0
@@ -57,10 +57,10 @@ def expected_results(document: Mapping[str, Json]) -> list[dict[str, Json]]:
 def replayed_results(document: Mapping[str, Json]) -> Iterator[dict[str, Json]]:
     for index, entry in enumerate(document["cases"]):
         try:
-            case = msgspec.convert(entry["case"], Case)
+            call = _Call(msgspec.convert(entry.get("case"), Case))
         except msgspec.ValidationError as error:
             raise ConfigError(f"cases[{index}]: {error}") from error
-        yield {"k": index, **_Call(case).run()}
+        yield {"k": index, **call.run()}
 
 
 def _without_place(result: Mapping[str, Json]) -> dict[str, Json]:

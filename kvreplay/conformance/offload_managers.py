@@ -1,11 +1,14 @@
 """CPU manager vectors: a script of calls, and what the real manager answered and held after each."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
+import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 
 from kvreplay.conformance.vector import Json
+from kvreplay.conformance.workload import Count
 from kvreplay.connectors.offloading.arc import ARCPolicy
 from kvreplay.connectors.offloading.arrays import NO_KEYS, ChunkIds, Keys
 from kvreplay.connectors.offloading.context import RequestContext
@@ -21,10 +24,36 @@ LETTERS = {
     LookupResult.RETRY: "R",
     LookupResult.MISS: "M",
 }
+_Form = TypeVar("_Form")
 _MAX_GROUPS = 16
 _NO_POSITIONS = "nopos"
+_OF_NO_REQUEST = ("events", "reset")
+_OF_KEYS = ("lookup", "store", "stored", "load", "loaded", "touch")
 _ANSWERED = ("lookup", "store", "load", "events")
 """Operations that return something."""
+
+
+_KEY = r"^[^@/]*(@[0-9]{1,15})?/([0-9]|1[0-5])\Z"
+
+
+class ManagerConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    num_chunks: Annotated[int, Meta(ge=0, le=10_000_000)]
+    policy: Literal["lru", "arc"] = "lru"
+    store_threshold: Count = 0
+    max_tracker_size: Count = 64_000
+
+
+Name = Annotated[str, Meta(pattern=_KEY)]
+
+
+class Operation(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One call. `option`: what a store's end came to, or that the keys' positions are not known."""
+
+    name: Literal["new", "lookup", "store", "stored", "load", "loaded", "touch", "finish", "events", "reset"]
+    req_id: str | None = None
+    keys: list[Name] | None = None
+    option: bool | Literal["nopos"] | None = None
+    last: Literal["nopos"] | None = None
 
 
 class KeyNames(Protocol):
@@ -104,16 +133,22 @@ def expected_script(document: Mapping[str, Json]) -> list[dict[str, Json]]:
 
 def replayed_script(document: Mapping[str, Json]) -> Iterator[dict[str, Json]]:
     """The same of our manager. A state is left out where it is the last one still."""
-    run = _Run(document["config"])
+    run = _Run(_read(document["config"], ManagerConfig, "config"))
+    operations = _read(document["ops"], list[Operation], "ops")
+    for index, operation in enumerate(operations):
+        if operation.name not in _OF_NO_REQUEST and operation.req_id is None:
+            raise ConfigError(f"ops[{index}]: {operation.name} needs a request")
+        if operation.name in _OF_KEYS and operation.keys is None:
+            raise ConfigError(f"ops[{index}]: {operation.name} needs keys")
     last: dict[str, Json] | None = None
-    for index, op in enumerate(document["ops"]):
+    for index, operation in enumerate(operations):
         record: dict[str, Json] = {"k": index}
         try:
-            answer = run.perform(op)
+            answer = run.perform(operation)
         except EngineFatal as death:
             yield {**record, "error": death.exception}
             return
-        if op[0] in _ANSWERED:
+        if operation.name in _ANSWERED:
             record["res"] = answer
         state = run.state()
         if state != last:
@@ -121,16 +156,23 @@ def replayed_script(document: Mapping[str, Json]) -> Iterator[dict[str, Json]]:
         yield record
 
 
+def _read(value: Json, form: type[_Form], where: str) -> _Form:
+    try:
+        return msgspec.convert(value, form)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
 class _Run:
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: ManagerConfig) -> None:
         self.space = KeySpace(_MAX_GROUPS)
         self.labels = Labels(self.space)
         self.manager = CPUOffloadingManager(
-            config["num_chunks"],
+            config.num_chunks,
             self.space,
-            eviction_policy=config.get("policy", "lru"),
-            store_threshold=config.get("store_threshold", 0),
-            max_tracker_size=config.get("max_tracker_size", 64_000),
+            eviction_policy=config.policy,
+            store_threshold=config.store_threshold,
+            max_tracker_size=config.max_tracker_size,
             enable_events=True,
         )
         self.contexts: dict[str, RequestContext] = {}
@@ -145,14 +187,14 @@ class _Run:
             state["counts"] = counts
         return state
 
-    def perform(self, op: list[Any]) -> Any:  # noqa: ANN401 - JSON
-        name, *arguments = op
+    def perform(self, operation: Operation) -> Any:  # noqa: ANN401 - JSON
         manager = self.manager
-        context = self._context(arguments[0]) if arguments else None
-        keys = self._keys(op) if len(arguments) > 1 else NO_KEYS
-        if context is None:
-            return self._events() if name == "events" else manager.reset_cache()
-        match name:
+        if operation.req_id is None:
+            return self._events() if operation.name == "events" else manager.reset_cache()
+        context = self.contexts.setdefault(operation.req_id, RequestContext(operation.req_id))
+        positioned = _NO_POSITIONS not in (operation.option, operation.last)
+        keys = NO_KEYS if operation.keys is None else self.labels.keys(operation.keys, positioned=positioned)
+        match operation.name:
             case "new":
                 manager.on_new_request(context)
             case "lookup":
@@ -160,7 +202,7 @@ class _Run:
             case "store":
                 return self._store(keys, context)
             case "stored":
-                manager.complete_store(keys, context, success=arguments[2] is True if len(arguments) > 2 else True)
+                manager.complete_store(keys, context, success=operation.option is not False)
             case "load":
                 return manager.prepare_load(keys, context).tolist()
             case "loaded":
@@ -169,15 +211,7 @@ class _Run:
                 manager.touch(keys, context)
             case "finish":
                 manager.on_request_finished(context)
-            case _:
-                raise ConfigError(f"ops: unknown operation {name!r}")
         return None
-
-    def _context(self, req_id: str) -> RequestContext:
-        return self.contexts.setdefault(req_id, RequestContext(req_id))
-
-    def _keys(self, op: list[Any]) -> Keys:
-        return self.labels.keys(op[2], positioned=op[-1] != _NO_POSITIONS)
 
     def _store(self, keys: Keys, context: RequestContext) -> dict[str, Any] | None:
         plan = self.manager.prepare_store(keys, context)

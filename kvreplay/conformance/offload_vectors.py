@@ -16,6 +16,7 @@ from kvreplay.conformance.offload_simulation import Delays, Record, StepClock, S
 from kvreplay.conformance.offload_state import connector_state, cpu_state
 from kvreplay.conformance.offload_tables import TableBlocks, blocks_of_load, fresh_blocks, hashed_blocks
 from kvreplay.conformance.offload_workload import (
+    Finish,
     LoadRow,
     OffloadEvent,
     OffloadWorkload,
@@ -45,7 +46,7 @@ from kvreplay.connectors.offloading.structs import (
 from kvreplay.connectors.offloading.tiering import TieringOffloadingManager
 from kvreplay.connectors.offloading.worker import LOADS, SYNC_LOADS, OffloadingWorker
 from kvreplay.engine.request import Request, RequestStatus
-from kvreplay.errors import EngineFatal
+from kvreplay.errors import ConfigError, EngineFatal
 from kvreplay.kv.content_index import TokenIndex
 
 COMPARED: Final = (
@@ -128,8 +129,10 @@ def _kills_reset(error: Mapping[str, Json]) -> bool:
 def replayed_steps(document: Mapping[str, Json]) -> Iterator[Record]:
     """The same, as our connector decides them."""
     workload = read_offload_workload(document["workload"])
-    driver = _Driver(workload, read_recorded_steps(document["steps"]), document["resolved"]["hash_block_size"])
-    return driver.run()
+    tokens_per_hash = document["resolved"].get("hash_block_size")
+    if not isinstance(tokens_per_hash, int) or tokens_per_hash < 1:
+        raise ConfigError("resolved.hash_block_size: expected a number of tokens")
+    return _Driver(workload, read_recorded_steps(document["steps"]), tokens_per_hash).run()
 
 
 class _Driver:
@@ -226,7 +229,9 @@ class _Driver:
 
     def _arrivals(self, step: RecordedStep) -> None:
         for req_id in step.add:
-            spec = self.specs[req_id]
+            spec = self.specs.get(req_id)
+            if spec is None or req_id in self.requests:
+                raise ConfigError(f"steps[{step.k}].add: {req_id!r} {'arrives twice' if spec else 'is no request'}")
             request = Request(
                 req_id,
                 self.labels.contents[req_id],
@@ -248,6 +253,12 @@ class _Driver:
             if event.reset_connector:
                 self.connector.reset_cache()
         return True
+
+    def _present(self, req_id: str) -> Request:
+        """A request that the recording names as one that has arrived, and not ended."""
+        if req_id not in self.requests:
+            raise ConfigError(f"steps[{self.clock.step}]: {req_id!r} is no request that is there")
+        return self.requests[req_id]
 
     def _abort(self, req_id: str, k: int) -> None:
         request = self.requests.get(req_id)
@@ -289,7 +300,7 @@ class _Driver:
         self._admissions(step)
         shares = [*step.run, *self._in_order_of_admission(step)]
         for share in shares:
-            self.requests[share.request_id].num_computed_tokens = share.num_computed
+            self._present(share.request_id).num_computed_tokens = share.num_computed
         whole = {share.request_id for share in (*step.new, *step.resumed)}
         finished = sorted(self.unannounced, key=lambda req_id: self.order[req_id])
         self.unannounced.clear()
@@ -344,18 +355,18 @@ class _Driver:
 
     def _look_up(self, req_id: str, local: int) -> None:
         self.looked_up = []
-        request = self.requests[req_id]
+        request = self._present(req_id)
         is_blind = request.skip_reading_prefix_cache
         self.junction_of[req_id] = 0 if is_blind else self.junctions.find(req_id, local, request.num_tokens)
         answer, is_async = self.connector.get_num_new_matched_tokens(request, local)
         self.clock.note("lookup", [req_id, local, answer, is_async, self.looked_up])
 
     def _allocate(self, req_id: str, tables: Tables) -> None:
-        self.connector.update_state_after_alloc(self.requests[req_id], hashed_blocks(tables), 0)
+        self.connector.update_state_after_alloc(self._present(req_id), hashed_blocks(tables), 0)
 
     def _load(self, row: LoadRow, blocks: TableBlocks) -> None:
         job_id = self.connector.ledger.next_id
-        self.connector.update_state_after_alloc(self.requests[row.request_id], blocks, row.num_external)
+        self.connector.update_state_after_alloc(self._present(row.request_id), blocks, row.num_external)
         job = self.connector.load_jobs[job_id]
         self.delays.note(job)
         names = self.labels.names(self.manager.last_loaded)
@@ -370,7 +381,7 @@ class _Driver:
         req_id, local, num_external, *_ = step.lookup[-1]
         if num_external and all(row.request_id != req_id for row in step.load):
             blocks = fresh_blocks(self.layout, len(self.workload.groups), local + num_external)
-            self.connector.update_state_after_alloc(self.requests[req_id], blocks, num_external)
+            self.connector.update_state_after_alloc(self._present(req_id), blocks, num_external)
 
     def _in_order_of_admission(self, step: RecordedStep) -> list[ShareRow]:
         """Finished loads first, then in the order of the lookups."""
@@ -411,7 +422,7 @@ class _Driver:
         shares, output = self.outputs.pop(0)
         died = step.error is not None and step.error.get("where") == "update"
         for row in self._unrecorded_outputs(shares) if died else step.out:
-            request = self.requests[row.request_id]
+            request = self._present(row.request_id)
             request.num_tokens += len(row.tokens)
             request.num_output_tokens += len(row.tokens)
             if row.finish is not None:
@@ -437,7 +448,7 @@ class _Driver:
             spec = self.specs[share.request_id]
             token = sampled_token(request.num_tokens)
             is_full = request.num_tokens + 1 >= self.workload.engine.max_model_len
-            finish = "length" if is_full or request.num_output_tokens + 1 >= spec.max_tokens else None
+            finish: Finish | None = "length" if is_full or request.num_output_tokens + 1 >= spec.max_tokens else None
             if token in (spec.stop or ()):
                 finish = "stop"
             yield OutputRow(share.request_id, [token], finish)

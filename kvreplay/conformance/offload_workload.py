@@ -5,7 +5,7 @@ scheduler did is read here: it drives the connector, and what the connector did 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -16,7 +16,7 @@ from kvreplay.connectors.offloading.layout import OffloadGroup, OffloadLayout
 from kvreplay.errors import ConfigError
 from kvreplay.kv.specs import CHUNKED_LOCAL, FULL, MAMBA, SLIDING_WINDOW
 
-Delay = Count | list[Count]
+Delay = Count | Annotated[list[Count], Meta(min_length=1)]
 """In steps; of a list the n-th for the n-th job of its kind, the last value for all that follow."""
 
 
@@ -118,10 +118,13 @@ class LoadRow(Struct, frozen=True, array_like=True):
     block_indices: list[int]
 
 
+Finish: TypeAlias = Literal["stop", "length", "error"]
+
+
 class OutputRow(Struct, frozen=True, array_like=True):
     request_id: str
     tokens: list[int]
-    finish: str | None
+    finish: Finish | None
 
 
 class RecordedStep(Struct, frozen=True):

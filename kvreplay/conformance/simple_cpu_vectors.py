@@ -5,15 +5,15 @@ reported. A preemption ends all that were ordered before.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Annotated, Any, Final, cast
 
 import numpy as np
-from msgspec import Struct, ValidationError, convert
+from msgspec import Meta, Struct, ValidationError, convert
 
 from kvreplay.behaviour import Behaviour
 from kvreplay.conformance.scheduler_vectors import Driver, reason_unsupported
 from kvreplay.conformance.vector import Json, UnsupportedVectorError
-from kvreplay.conformance.workload import Workload, read_workload
+from kvreplay.conformance.workload import Positive, Workload, read_workload
 from kvreplay.connectors.scripted.connector import ScriptedConnector
 from kvreplay.connectors.simple_cpu.scheduler import SimpleCpuScheduler
 from kvreplay.connectors.simple_cpu.structs import CopyEvent, SimpleCpuMetadata, SimpleCpuOutput
@@ -29,9 +29,9 @@ _KEY: Final = "simple_cpu"
 class SimpleCpuSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """`num_cpu_blocks` includes the null block; delays in steps, from 1 on."""
 
-    num_cpu_blocks: int = 65
-    load_steps: int = 1
-    store_steps: int = 1
+    num_cpu_blocks: Annotated[int, Meta(ge=2, le=10_000_000)] = 65
+    load_steps: Positive = 1
+    store_steps: Positive = 1
 
 
 def split_workload(document: Json) -> tuple[Workload, SimpleCpuSpec]:
@@ -42,8 +42,6 @@ def split_workload(document: Json) -> tuple[Workload, SimpleCpuSpec]:
         spec = convert(document.get(_KEY, {}), SimpleCpuSpec)
     except ValidationError as error:
         raise ConfigError(f"workload.{_KEY}: {error}") from error
-    if spec.num_cpu_blocks < 2 or min(spec.load_steps, spec.store_steps) < 1:
-        raise ConfigError(f"workload.{_KEY}: at least two blocks, and delays of a step or more")
     workload = read_workload({key: value for key, value in document.items() if key != _KEY})
     if not workload.has_connector:
         raise ConfigError("workload.engine.connector: expected true")

@@ -1,10 +1,11 @@
 """Vectors as files: what a real engine did, to be replayed and compared."""
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 from kvreplay.errors import ConfigError
 from kvreplay.user_files import read_at_most, reason
@@ -14,6 +15,9 @@ Json: TypeAlias = Any
 FORMAT: Final = 1
 SUFFIXES: Final = (".json", ".jsonl")
 MAX_BYTES: Final = 64 << 20
+_LARGEST: Final = (1 << 64) - 1
+_MAX_DIGITS: Final = 20
+"""Whole numbers are hashes and addresses at most: of 64 bits."""
 
 
 class UnsupportedVectorError(ConfigError):
@@ -86,16 +90,34 @@ def read_documents(path: Path) -> list[Json]:
 
 def _documents(text: str) -> Iterator[Json]:
     try:
-        yield json.loads(text)
+        yield _parsed(text)
     except json.JSONDecodeError as whole:
         lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         if len(lines) < 2 or not _is_json(lines[0][1]):
             raise ConfigError(f"no JSON: line {whole.lineno}: {_worded(whole)}") from whole
         for number, line in lines:
             try:
-                yield json.loads(line)
+                yield _parsed(line)
             except json.JSONDecodeError as error:
                 raise ConfigError(f"no JSON: line {number}: {_worded(error)}") from error
+
+
+def _parsed(text: str) -> Json:
+    return json.loads(text, parse_int=_whole_number, parse_float=_number, parse_constant=_refuse)
+
+
+def _whole_number(text: str) -> int:
+    number = int(text) if len(text) <= _MAX_DIGITS else _refuse(text)
+    return number if -_LARGEST <= number <= _LARGEST else _refuse(text)
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(text)
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ConfigError(f"no engine counts so far: {text:.40}")
 
 
 def _worded(error: json.JSONDecodeError) -> str:
@@ -104,7 +126,7 @@ def _worded(error: json.JSONDecodeError) -> str:
 
 def _is_json(line: str) -> bool:
     try:
-        json.loads(line)
+        _parsed(line)
     except json.JSONDecodeError:
         return False
     return True

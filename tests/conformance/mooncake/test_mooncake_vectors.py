@@ -154,8 +154,8 @@ class TestBrokenVectors:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"do": [["fly", "P"]]}, r"^scenario: unknown action 'fly'$"),
-            ({"do": [["step"]]}, r"^scenario: action 'step': "),
+            ({"do": [["fly", "P"]]}, r"^scenario\.do\[0\]: unknown action 'fly'$"),
+            ({"do": [["step"]]}, r"^scenario\.do\[0\]: action 'step': "),
             ({"do": [["p_alloc", "p9"]]}, r"^scenario: no request 'p9' in requests$"),
             ({"P": {"tp": "two"}}, r"^scenario: Expected `int`, got `str` - at `\$\.tp`$"),
             ({"D": {"colour": 1}}, r"^scenario: Object contains unknown field `colour`$"),
