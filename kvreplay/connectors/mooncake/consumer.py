@@ -1,7 +1,6 @@
 """The consumer's half on one rank: asks producers for blocks, takes their writes, settles what they answer."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -365,28 +364,14 @@ class Consumer:
     def _give_way(self, pull: Pull, now_ns: int) -> None:
         """Others may need its blocks more than a producer that has not begun. That is told to keep nothing for it."""
         assert self._starves is not None
-        if self._pulls.get(pull.conversation) is not pull or any(self._has_begun(pull, name) for name in pull.open):
+        if self._pulls.get(pull.conversation) is not pull or any(pull.metas[name].has_begun for name in pull.open):
             return
         if not self._starves():
             self._deadlines.at(now_ns + _PATIENCE_NS, self._give_way, pull)
             return
-        released = {name: replace(pull.metas[name], local_block_ids=[], coverage=None) for name in pull.open}
+        release = pull.release()
         self._give_up(pull, GAVE_WAY)
-        release = Pull(
-            f"{pull.conversation}/release",
-            released,
-            peer=pull.peer,
-            address=pull.address,
-            peer_index=pull.peer_index,
-            num_peers=pull.num_peers,
-            place=pull.place,
-        )
         self._start_pulls([release], now_ns)
-
-    @staticmethod
-    def _has_begun(pull: Pull, req_id: str) -> bool:
-        meta = pull.metas[req_id]
-        return meta.coverage is not None and len(meta.coverage.missing_blocks()) < meta.num_blocks
 
     def _expect_reply(self, pull: Pull, now_ns: int) -> None:
         self._deadlines.cancel(pull.deadline)

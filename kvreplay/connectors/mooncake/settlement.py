@@ -1,6 +1,7 @@
 """What a consumer makes of the end of a pull: three generations of vLLM's connector, and another's, one class each."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, Protocol
 
 from kvreplay.connectors.mooncake import log
@@ -58,6 +59,18 @@ class Pull:
         """How long to wait for each reply: an option of its socket, set when that is made."""
         self.include_layout = True
         self.deadline: Deadline | None = None
+
+    def release(self) -> "Pull":
+        """A pull of nothing, so that the peer lets go of what is still open."""
+        return Pull(
+            f"{self.conversation}/release",
+            {name: replace(self.metas[name], local_block_ids=[], coverage=None) for name in self.open},
+            peer=self.peer,
+            address=self.address,
+            peer_index=self.peer_index,
+            num_peers=self.num_peers,
+            place=self.place,
+        )
 
 
 class Reports:

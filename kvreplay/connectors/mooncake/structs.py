@@ -238,6 +238,11 @@ class PullReqMeta:
         return any(self.local_block_ids)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a block of it has arrived, where that is looked at."""
+        return self.coverage is not None and len(self.coverage.missing_blocks()) < self.num_blocks
+
+    @property
     def num_blocks(self) -> int:
         return sum(map(len, self.local_block_ids))
 
