@@ -1,7 +1,8 @@
 """All laws that can be checked on a finished trace, and the detail level that each needs."""
 
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import polars as pl
 
@@ -19,14 +20,16 @@ class TraceChecker(NamedTuple):
     check: Callable[[pl.DataFrame], list[Finding]]
 
 
-TRACE_CHECKERS: Final = (
-    TraceChecker(EXACTLY_ONCE, exactly_once.DETAIL, exactly_once.check_exactly_once),
-    TraceChecker(FENCE, fence.DETAIL, fence.check_fence),
-    TraceChecker(NO_FATAL, no_fatal.DETAIL, no_fatal.check_no_fatal),
-    TraceChecker(NULL_BLOCK, null_block.DETAIL, null_block.check_null_block),
-    TraceChecker(PROGRESS, progress.DETAIL, progress.check_progress),
-    TraceChecker(RANK_AGREE, rank_agree.DETAIL, rank_agree.check_rank_agree),
-)
+def trace_checkers(*, fences_attempts: bool = False) -> tuple[TraceChecker, ...]:
+    """Every law. `fences_attempts`: as `check_fence` has it."""
+    return (
+        TraceChecker(EXACTLY_ONCE, exactly_once.DETAIL, exactly_once.check_exactly_once),
+        TraceChecker(FENCE, fence.DETAIL, partial(fence.check_fence, fences_attempts=fences_attempts)),
+        TraceChecker(NO_FATAL, no_fatal.DETAIL, no_fatal.check_no_fatal),
+        TraceChecker(NULL_BLOCK, null_block.DETAIL, null_block.check_null_block),
+        TraceChecker(PROGRESS, progress.DETAIL, progress.check_progress),
+        TraceChecker(RANK_AGREE, rank_agree.DETAIL, rank_agree.check_rank_agree),
+    )
 
 
 def check_trace(
@@ -39,18 +42,10 @@ def check_trace(
     """Every law that a trace of this detail level can show broken, in order of time.
 
     OUTPUT-EQUAL is among them if `expected` says what the outputs should be. What live checkers found is not:
-    the trace has it (`recorded_findings`). `fences_attempts`: as `check_fence` has it.
+    the trace has it (`recorded_findings`). `fences_attempts`: as `trace_checkers` has it.
     """
-    seeing = [checker for checker in TRACE_CHECKERS if checker.detail <= detail]
-    found = [
-        finding
-        for checker in seeing
-        for finding in (
-            fence.check_fence(frame, fences_attempts=True)
-            if fences_attempts and checker.name == FENCE
-            else checker.check(frame)
-        )
-    ]
+    checkers = trace_checkers(fences_attempts=fences_attempts)
+    found = [finding for checker in checkers if checker.detail <= detail for finding in checker.check(frame)]
     if expected is not None:
         found += output_equal.check_output_equal(frame, expected)
     return sorted(found, key=lambda finding: finding.time_ns)

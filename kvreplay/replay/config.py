@@ -29,6 +29,7 @@ from kvreplay.kv.specs import (
     check_pages,
     resolve_block_sizes,
 )
+from kvreplay.replay.config_fields import field_types
 from kvreplay.replay.network import LinkTiming
 from kvreplay.replay.timing import StepTiming
 
@@ -411,8 +412,9 @@ def check_speculation(groups: Sequence[KVCacheGroupSpec], config: RoleConfig) ->
 
 def _table(record: Any) -> Any:  # noqa: ANN401 - any dataclass, recursively; 480 for a float becomes 480.0
     if is_dataclass(record):
+        hints = field_types(type(record))
         return {
-            item.name: _table(float(value) if item.type is float else value)
+            item.name: _table(float(value) if hints[item.name] is float else value)
             for item in fields(record)
             for value in (getattr(record, item.name),)
             if not _is_left_out(record, item.name, value, item.default)

@@ -15,7 +15,7 @@ from kvreplay.checkers.null_block import check_null_block
 from kvreplay.checkers.output_equal import check_output_equal
 from kvreplay.checkers.progress import check_progress
 from kvreplay.checkers.rank_agree import check_rank_agree
-from kvreplay.checkers.trace_checkers import TRACE_CHECKERS, check_trace
+from kvreplay.checkers.trace_checkers import check_trace, trace_checkers
 from kvreplay.events import DETAIL_BLOCKS, DETAIL_RUN, Event
 
 FrameOf = Callable[..., pl.DataFrame]
@@ -271,6 +271,9 @@ def test_where_attempts_are_fenced_nothing_lands_of_a_pull_that_is_settled(frame
     for events in ([had, sending("started", 2), over, taken], [had, over, sending("started", 4), taken]):
         assert len(check_fence(frame_of(*events))) == 1
         assert not check_fence(frame_of(*events), fences_attempts=True)
+        for fences in (False, True):
+            found = check_trace(frame_of(*events), DETAIL_BLOCKS, fences_attempts=fences)
+            assert ("FENCE" in [finding.checker for finding in found]) != fences
     for elsewhere in (over._replace(request_id="r3"), over._replace(peer="P1"), over._replace(instance="D1")):
         assert len(check_fence(frame_of(had, sending("started", 2), elsewhere, taken), fences_attempts=True)) == 1
 
@@ -361,4 +364,4 @@ def test_only_laws_that_the_detail_level_can_show_are_checked(frame_of: FrameOf)
 
 
 def test_every_law_has_a_name_of_its_own() -> None:
-    assert len({checker.name for checker in TRACE_CHECKERS}) == len(TRACE_CHECKERS)
+    assert len({checker.name for checker in trace_checkers()}) == len(trace_checkers())

@@ -1,12 +1,15 @@
 """ReplayConfig: what it refuses, and its text form."""
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from kvreplay.connectors.mooncake.config import MooncakeConfig
 from kvreplay.errors import ConfigError
 from kvreplay.kv.specs import CHUNKED_LOCAL, FULL, MAMBA, SLIDING_WINDOW, KVCacheGroupSpec
-from kvreplay.replay.config import ModelConfig, check_role
+from kvreplay.replay.config import ModelConfig, _table, check_role
 from kvreplay.replay.config_load import config_from_json, load_config, preset_names
 from kvreplay.replay.presets import MODEL_PRESETS, packaged_folder, packaged_names
 
@@ -26,6 +29,21 @@ def test_text_form_names_no_preset_and_no_path() -> None:
     text = load_config("mooncake-4p4d").config.to_json()
     assert '"preset"' not in text
     assert str(Path.cwd()) not in text
+
+
+@dataclass
+class Annotated:
+    """As under `from __future__ import annotations`: the types of its fields are texts."""
+
+    timeout: "float" = 480
+    limit: "float | None" = None
+    count: "int" = 3
+
+
+def test_a_whole_number_of_a_float_is_written_as_a_float() -> None:
+    """However it was given, and however the record's types are spelled: the fingerprint of a run depends on it."""
+    assert json.dumps(_table(Annotated())) == '{"timeout": 480.0, "limit": null, "count": 3}'
+    assert json.dumps(_table(MooncakeConfig(abort_request_timeout=480))["abort_request_timeout"]) == "480.0"
 
 
 def test_what_roles_share_is_written_once() -> None:

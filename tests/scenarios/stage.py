@@ -15,7 +15,7 @@ import polars as pl
 
 from kvreplay.behaviour import Behaviour, profile
 from kvreplay.checkers.finding import Finding
-from kvreplay.checkers.trace_checkers import TRACE_CHECKERS, check_trace
+from kvreplay.checkers.trace_checkers import check_trace, trace_checkers
 from kvreplay.connectors.mooncake.config import MooncakeConfig
 from kvreplay.engine.config import CacheConfig, SchedulerConfig
 from kvreplay.events import DETAIL_BLOCKS, DETAIL_RUN, KINDS, Event
@@ -246,7 +246,7 @@ class Play:
         ]
         columns = {name: [row[name] for row in rows] for name in empty.columns}
         frame = pl.DataFrame(columns, schema=dict(empty.schema))
-        of_blocks = {law.name for law in TRACE_CHECKERS if law.detail == DETAIL_BLOCKS}
+        of_blocks = {law.name for law in trace_checkers() if law.detail == DETAIL_BLOCKS}
         fences = self.behaviour["transfer_fence"] == "attempt"
         found = check_trace(frame, DETAIL_BLOCKS, fences_attempts=fences)
         return [finding for finding in found if finding.checker in of_blocks]
