@@ -202,8 +202,7 @@ class Driver:
         self.record: dict[str, Any] = {}
         self.in_flight: deque[SchedulerOutput] = deque()
         pool.on_evict = self._on_evict
-        self.scheduler.on_invalid_evicted = self._on_invalid_evicted
-        self.scheduler.on_partial_tails = self._on_partial_tails
+        self.scheduler.subscribe(on_invalid_evicted=self._on_invalid_evicted, on_partial_tails=self._on_partial_tails)
 
     def make_connector(self) -> ScriptedConnector | None:
         return self.workload.scripted_connector()

@@ -42,9 +42,6 @@ class ConnectorMemory:
         """Block → arrival order of the parked request that a connector is loading it for."""
         self._rewritten: dict[int, None] = {}
         """Blocks in use that somebody else has written since the last step."""
-        scheduler.on_blocks_freed = self._on_blocks_freed
-        scheduler.on_parked = self._on_parked
-        scheduler.on_promoted = self._on_promoted
 
     @property
     def must_recheck(self) -> bool:
@@ -57,7 +54,7 @@ class ConnectorMemory:
 
     # -- what happens to blocks -------------------------------------------------------------------------------
 
-    def _on_parked(self, request: Request) -> None:
+    def on_parked(self, request: Request) -> None:
         """What it loads are the blocks behind its local hits."""
         kv = self.scheduler.kv
         local = request.num_computed_tokens - request.num_external_tokens
@@ -69,7 +66,7 @@ class ConnectorMemory:
         self._loading[NULL_BLOCK_ID] = _NO_LOAD
         request.is_loading = True
 
-    def _on_promoted(self, request: Request) -> None:
+    def on_promoted(self, request: Request) -> None:
         for table in self.scheduler.kv.block_arrays(request.request_id):
             self._loading[table] = _NO_LOAD
         request.is_loading = False
@@ -81,7 +78,7 @@ class ConnectorMemory:
         )
         request.clean_until = request.written_until = request.windows_written_until = 0
 
-    def _on_blocks_freed(self, request: Request, freed: Sequence[BlockIds]) -> None:
+    def on_blocks_freed(self, request: Request, freed: Sequence[BlockIds]) -> None:
         if request.is_loading:
             request.is_loading = False
             for block_ids in freed:

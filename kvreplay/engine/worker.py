@@ -56,10 +56,7 @@ class WorkerModel(ConnectorMemory):
         self._to_zero_late: list[int] = []
         self._token_groups = [group for group in self._token_groups if group not in self._drafters]
         """Without the drafter's own: what it reads there decides about drafts, and those are verified."""
-        scheduler.on_leave_lockstep = self.flush
-        scheduler.on_end_in_lockstep = self._flush_last
-        scheduler.on_member_grows = self.flush
-        scheduler.on_blocks_to_zero = buffers.zero
+        scheduler.subscribe(contents=self)
 
     # -- a step -----------------------------------------------------------------------------------------------
 
@@ -337,6 +334,9 @@ class WorkerModel(ConnectorMemory):
 
     # -- lockstep ---------------------------------------------------------------------------------------------
 
+    def zero(self, block_ids: list[int]) -> None:
+        self.buffers.zero(block_ids)
+
     def flush(self, request: Request, *, is_over: bool = False) -> None:
         """Write what a decoding request has computed since it was last written; its counters are up to date.
 
@@ -345,9 +345,6 @@ class WorkerModel(ConnectorMemory):
         if request.written_until < request.num_computed_tokens:
             self._write(request, request.written_until, request.num_computed_tokens, is_late=True, is_over=is_over)
             request.clean_until = request.num_computed_tokens
-
-    def _flush_last(self, request: Request) -> None:
-        self.flush(request, is_over=True)
 
     def _flush_members(self, *, in_step: bool = True) -> None:
         scheduler = self.scheduler

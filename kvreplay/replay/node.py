@@ -210,7 +210,7 @@ class Node:
         model = self._model(scheduler)
         if self.kv_role:
             self.worker = self._workers(model)
-            scheduler.failure_reason = self.worker.failure_reason
+            scheduler.subscribe(failure_reason=self.worker.failure_reason)
         kind = OverlappedInstance if role.scheduler.async_scheduling else Instance
         self.instance = kind(
             self.name,

@@ -51,3 +51,11 @@ def test_a_ring_is_read_before_it_is_overwritten(monkeypatch: pytest.MonkeyPatch
 def test_of_a_ring_only_what_is_open_is_read(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens up to 8 are compressed."""
     assert first_step_after_a_load(monkeypatch, spoiled=[position])[0] == []
+
+
+def test_a_scheduler_tells_one_model_of_contents_only() -> None:
+    """A second one would take the first one's place, and what is in its blocks would be taken for wrong."""
+    bench = Bench(groups=GROUPS, num_gpu_blocks=50)
+    WorkerModel(bench.scheduler, KVBuffers(50, GROUPS))
+    with pytest.raises(AssertionError, match=r"^contents has a subscriber$"):
+        WorkerModel(bench.scheduler, KVBuffers(50, GROUPS))

@@ -369,13 +369,13 @@ class AdmissionLayer(RunningLayer):
         self._count_attempt(request)
         self.inflight_prefills[request.request_id] = request
         self.log.parked(request, num_external, self.kv.num_blocks_held(request.request_id))
-        if self.on_parked is not None:
-            self.on_parked(request)
+        if self.contents is not None:
+            self.contents.on_parked(request)
 
     def _promote(self, request: Request) -> None:
         """Its load is over: hash what was loaded, or give up what was not (vLLM: _update_waiting_for_remote_kv)."""
-        if self.on_promoted is not None:
-            self.on_promoted(request)
+        if self.contents is not None:
+            self.contents.on_promoted(request)
         failed = request.request_id in self.failed_recving
         if failed:
             del self.failed_recving[request.request_id]

@@ -93,8 +93,8 @@ class EndsLayer(HybridLockstepLayer):
     def _free_blocks_of(self, request: Request) -> tuple[BlockIds, ...]:
         self._blocks_changed()
         freed = self._give_back(request)
-        if self.on_blocks_freed is not None:
-            self.on_blocks_freed(request, freed)
+        if self.contents is not None:
+            self.contents.on_blocks_freed(request, freed)
         if self.log.wants_blocks:
             for group, block_ids in enumerate(freed):
                 self.log.blocks("block.freed", request.request_id, group, block_ids)

@@ -58,10 +58,10 @@ class HybridLockstepLayer(LockstepLayer):
         assert isinstance(lockstep, EventLockstep)
         lockstep.settle(request, self.step)
         num_computed = request.num_computed_tokens
-        if self.on_member_grows is not None and kv.must_flush(
+        if self.contents is not None and kv.must_flush(
             request.request_id, num_computed, loads=self.connector is not None
         ):
-            self.on_member_grows(request)
+            self.contents.flush(request)
         if self.log.wants_blocks or self._must_step:
             return self._grow_one_openly(request, num_computed)
         return kv.decode_step(request, request.content.block_keys, num_computed)
@@ -86,8 +86,8 @@ class HybridLockstepLayer(LockstepLayer):
         if self.kv.has_mamba:
             # Before members write into them, which they may do long before the next step that is scheduled openly.
             blocks = self.kv.take_blocks_to_zero()
-            if blocks and self.on_blocks_to_zero is not None:
-                self.on_blocks_to_zero(blocks)
+            if blocks and self.contents is not None:
+                self.contents.zero(blocks)
 
     def steps_until_shortage(self, step: int, limit: int) -> int:
         events, lockstep = self._decode_events, self.lockstep

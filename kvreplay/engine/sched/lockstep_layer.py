@@ -180,9 +180,8 @@ class LockstepLayer(SchedulerState):
         request.is_prefill_chunk = False
         computed = request.num_computed_tokens
         self._cache_computed(request, computed)
-        told = self.on_end_in_lockstep if is_over else self.on_leave_lockstep
-        if told is not None:
-            told(request)
+        if self.contents is not None:
+            self.contents.flush(request, is_over=is_over)
 
     def materialise_member(self, request: Request, out: SchedulerOutput) -> None:
         """Give one member a share of its own in the step in flight."""

@@ -1,6 +1,6 @@
 """What a scheduler knows: its requests and queues, its counters, and what the last scan of the queues found."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from itertools import count
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from kvreplay.engine.output import RequestOutput, SchedulerOutput, Share
 from kvreplay.engine.queues import PriorityQueue, RequestQueue
 from kvreplay.engine.request import Request
 from kvreplay.engine.sampler import Sampler
+from kvreplay.engine.sched.contents import ContentsModel
 from kvreplay.kv.block_table import BlockTable
 from kvreplay.kv.cache_manager import KVCacheManager
 from kvreplay.kv.managers.mamba import BoundaryState
@@ -108,16 +109,9 @@ class SchedulerState:
         self.finished_req_ids: list[str] = []
         self.livelocked: dict[str, Request] = {}
         """Requests that go round in circles: counted as stalled, though something keeps happening to them."""
-        self.on_blocks_freed: Callable[[Request, Sequence[BlockIds]], None] | None = None
-        self.on_leave_lockstep: Callable[[Request], None] | None = None
-        self.on_end_in_lockstep: Callable[[Request], None] | None = None
-        """The same for one that gives its blocks back right away."""
-        self.on_member_grows: Callable[[Request], None] | None = None
-        """Before a member of lockstep gives back or hashes blocks that it may not have written yet."""
-        self.on_blocks_to_zero: Callable[[list[int]], None] | None = None
+        self.contents: ContentsModel | None = None
+        """Whoever models what is in the blocks; None: nobody does."""
         self.on_invalid_evicted: Callable[[list[int]], None] | None = None
-        self.on_parked: Callable[[Request], None] | None = None
-        self.on_promoted: Callable[[Request], None] | None = None
         self.failure_reason: Callable[[str], str | None] | None = None
         """What the connector says of a request's failed load."""
         self.on_partial_tails: Callable[[Request, list[BoundaryState]], bool] | None = None
@@ -183,6 +177,25 @@ class SchedulerState:
         self._prefill_capacity_bound = False
         self._last_prefill_step = -config.prefill_schedule_interval
         self._num_executed_steps = 0
+
+    def subscribe(
+        self,
+        *,
+        contents: ContentsModel | None = None,
+        failure_reason: Callable[[str], str | None] | None = None,
+        on_invalid_evicted: Callable[[list[int]], None] | None = None,
+        on_partial_tails: Callable[[Request, list[BoundaryState]], bool] | None = None,
+    ) -> None:
+        """Who is told, or asked. Each has one subscriber: a second one would take the first one's place unnoticed."""
+        for name, subscriber in (
+            ("contents", contents),
+            ("failure_reason", failure_reason),
+            ("on_invalid_evicted", on_invalid_evicted),
+            ("on_partial_tails", on_partial_tails),
+        ):
+            if subscriber is not None:
+                assert getattr(self, name) is None, f"{name} has a subscriber"
+                setattr(self, name, subscriber)
 
     @property
     def num_waiting(self) -> int:
