@@ -66,7 +66,7 @@ def _check_forgotten(frame: pl.DataFrame) -> list[Finding]:
     dropped = rows_of(frame, _LEG_LOST, "time_ns", "request_id", "instance").rename({"instance": "producer"})
     given_up = (
         rows_of(frame, ["pull.settled"], "time_ns", "instance", "request_id", "peer", "cause")
-        .filter(pl.col("cause") == NOT_READY)
+        .filter(pl.col("cause") == NOT_READY)  # the peer's own words, which a recording has, too
         .rename({"peer": "producer"})
     )
     forgotten = (

@@ -1,7 +1,7 @@
 """What happens while a scenario is played: the lanes of a transcript, and counts that a scenario can wait for."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -108,7 +108,3 @@ def plain(value: Any) -> Json:  # noqa: ANN401 - whatever a line's argument is
     if isinstance(value, float):
         return value if value == int(value) or value == 0.1 else "<float>"
     return str(value)
-
-
-Guard = Callable[[str, Callable[[], None]], None]
-"""(where, action): run it; the engine's death in it is recorded, and ends its side."""

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvreplay.connectors.offloading.behaviour import IDEAL, VLLM_0_33, OffloadBehaviour
+from kvreplay.connectors.offloading.behaviour import VLLM_0_33, OffloadBehaviour
 from kvreplay.connectors.offloading.groups import drafting
 from kvreplay.connectors.offloading.layout import OffloadGroup
 from kvreplay.connectors.offloading.structs import Handoff
-from tests.connectors.offloading.desk import Desk, full, state, window
+from tests.connectors.offloading.desk import IDEAL, Desk, full, state, window
 
 NARROW = dataclasses.replace(VLLM_0_33, eagle_lookup="narrow")
 

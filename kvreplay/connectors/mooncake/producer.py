@@ -40,7 +40,8 @@ _ERROR = MooncakeXferResponseStatus.ERROR
 _LAYOUT_MISS = MooncakeXferResponseStatus.LAYOUT_MISS
 
 NOT_READY = "Timeout waiting for P side ready."
-"""What it answers in the end to a pull of what it has never had ready."""
+"""What it answers in the end to a pull of what it has never had ready: vLLM's text, as it is on the wire, in logs and
+in recordings. A law (`checkers.progress`) knows such pulls by it."""
 DROPPED = "P dropped the request"
 
 

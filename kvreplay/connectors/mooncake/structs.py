@@ -170,17 +170,6 @@ class WriteData:
     raises: str | None = None
     """What the engine call raises instead of returning."""
 
-    def blocks_of(self, *, request_id: str | None = None, group: int | None = None) -> list[int]:
-        """The numbers of the blocks of one request, one group, or both."""
-        numbers: list[int] = []
-        start = 0
-        for segment in self.segments:
-            end = start + len(segment.block_ids)
-            if request_id in (None, segment.request_id) and group in (None, segment.group):
-                numbers.extend(range(start, end))
-            start = end
-        return numbers
-
     @property
     def num_descriptors(self) -> int:
         return self.plan.num_descriptors(self.segments)

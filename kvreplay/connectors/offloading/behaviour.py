@@ -41,17 +41,6 @@ class OffloadBehaviour:
 
 
 VLLM_0_33 = OffloadBehaviour()
-IDEAL = OffloadBehaviour(
-    partial_tail_cap="skip",
-    stale_ids="all",
-    window_mask="lookup",
-    promotions="request",
-    failed_copy="request",
-    acknowledgements="checked",
-    missing_chunk="miss",
-    pending_lookup="bound",
-    integrity="checksum",
-)
 
 
 def offload_behaviour(switches: Mapping[str, str]) -> OffloadBehaviour:

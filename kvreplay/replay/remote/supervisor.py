@@ -24,7 +24,7 @@ from kvreplay.events import Event, EventSink
 from kvreplay.faults.injector import Injector
 from kvreplay.faults.record import FaultStatistics
 from kvreplay.faults.topology import check_possible
-from kvreplay.ids import NS_PER_S
+from kvreplay.ids import NS_PER_S, plural
 from kvreplay.kv.content_index import ContentIndex
 from kvreplay.replay.cluster import HEAL_BOUND_NS, RunSettings, Watch, bootstrap_url_of, path_timers_ns, topology_of
 from kvreplay.replay.config import Role
@@ -275,7 +275,7 @@ class RemoteCluster:
     @property
     def warnings(self) -> tuple[str, ...]:
         return tuple(
-            f"{instance}: {count:,} message{'s' * (count > 1)} came in that no peer sends ({what})"
+            f"{instance}: {plural(count, 'message')} came in that no peer sends ({what})"
             for (instance, what), count in sorted(self.malformed.items())
         )
 

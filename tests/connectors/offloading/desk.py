@@ -5,8 +5,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kvreplay.behaviour import profile
 from kvreplay.connectors.offloading.arrays import Keys
-from kvreplay.connectors.offloading.behaviour import VLLM_0_33, OffloadBehaviour
+from kvreplay.connectors.offloading.behaviour import VLLM_0_33, OffloadBehaviour, offload_behaviour
 from kvreplay.connectors.offloading.cpu_manager import CPUOffloadingManager
 from kvreplay.connectors.offloading.keys import KeySpace
 from kvreplay.connectors.offloading.layout import OffloadGroup, OffloadLayout
@@ -23,6 +24,7 @@ from kvreplay.connectors.offloading.structs import (
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.kv.content_index import TokenIndex
 
+IDEAL = offload_behaviour(profile("ideal").switches)
 Tables = Sequence[Sequence[int]]
 Settings: TypeAlias = Any
 """Fields of a record, handed on by name."""

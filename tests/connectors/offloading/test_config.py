@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 import pytest
 
+from kvreplay.behaviour import profile
+from kvreplay.connectors.offloading.behaviour import VLLM_0_33, offload_behaviour
 from kvreplay.connectors.offloading.config import MAX_CHUNKS, OffloadingConfig
 from kvreplay.connectors.offloading.groups import drafting, engine_layout, offload_groups
 from kvreplay.connectors.offloading.layout import OffloadGroup, OffloadLayout
@@ -22,6 +24,10 @@ RING = KVCacheGroupSpec(kind=specs.CIRCULAR_BUFFER, block_size=16, bytes_per_tok
 
 def config(**settings: Settings) -> OffloadingConfig:
     return OffloadingConfig(**{"cpu_bytes_to_use": 1 << 20, **settings})
+
+
+def test_what_it_does_by_default_is_the_default_profile() -> None:
+    assert offload_behaviour(profile("vllm-0.33").switches) == VLLM_0_33
 
 
 class TestSettings:

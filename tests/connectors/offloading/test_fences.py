@@ -3,12 +3,12 @@
 import pytest
 
 from kvreplay.connectors.offloading.arrays import NO_KEYS
-from kvreplay.connectors.offloading.behaviour import IDEAL, VLLM_0_33, OffloadBehaviour
+from kvreplay.connectors.offloading.behaviour import VLLM_0_33, OffloadBehaviour
 from kvreplay.connectors.offloading.ledger import Job, JobLedger
 from kvreplay.connectors.offloading.structs import OffloadingOutput
 from kvreplay.engine.request import RequestStatus
 from kvreplay.errors import EngineFatal
-from tests.connectors.offloading.desk import Desk, Settings, blocks_of, full, only_store, window
+from tests.connectors.offloading.desk import IDEAL, Desk, Settings, blocks_of, full, only_store, window
 
 
 def storing(req_id: str = "r", num_tokens: int = 9, **settings: Settings) -> Desk:

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from kvreplay.connectors.offloading.behaviour import IDEAL, VLLM_0_33, OffloadBehaviour
+from kvreplay.connectors.offloading.behaviour import VLLM_0_33, OffloadBehaviour
 from kvreplay.connectors.offloading.layout import OffloadGroup
 from kvreplay.engine.request import RequestStatus
 from kvreplay.errors import EngineFatal
-from tests.connectors.offloading.desk import Desk, Settings, blocks_of, full, state, window
+from tests.connectors.offloading.desk import IDEAL, Desk, Settings, blocks_of, full, state, window
 
 FROM_ZERO = dataclasses.replace(VLLM_0_33, boundary="from-zero")
 FROM_COMPUTED = dataclasses.replace(VLLM_0_33, boundary="from-computed")

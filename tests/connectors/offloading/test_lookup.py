@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvreplay.connectors.offloading.arrays import Keys
-from kvreplay.connectors.offloading.behaviour import IDEAL, VLLM_0_33, OffloadBehaviour
+from kvreplay.connectors.offloading.behaviour import VLLM_0_33, OffloadBehaviour
 from kvreplay.connectors.offloading.context import RequestContext
 from kvreplay.connectors.offloading.layout import OffloadGroup
 from kvreplay.connectors.offloading.manager import LookupResult
 from kvreplay.engine.request import RequestStatus
-from tests.connectors.offloading.desk import Clock, Desk, Settings, full, state, window
+from tests.connectors.offloading.desk import IDEAL, Clock, Desk, Settings, full, state, window
 
 NARROW = dataclasses.replace(VLLM_0_33, eagle_lookup="narrow")
 READY, PENDING, GONE = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvreplay.connectors.offloading.behaviour import IDEAL, VLLM_0_33, OffloadBehaviour
+from kvreplay.connectors.offloading.behaviour import VLLM_0_33, OffloadBehaviour
 from kvreplay.connectors.offloading.catalogue import ROWS
 from kvreplay.connectors.offloading.cpu_manager import CPUOffloadingManager
 from kvreplay.connectors.offloading.keys import KeySpace
@@ -12,7 +12,7 @@ from kvreplay.errors import EngineFatal
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.event_loop import EventLoop
 from tests.connectors.offloading.bench import RowFault
-from tests.connectors.offloading.desk import Clock, Desk
+from tests.connectors.offloading.desk import IDEAL, Clock, Desk
 
 ROW = {row.name: row for row in ROWS}
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from kvreplay.connectors.offloading.behaviour import IDEAL, VLLM_0_33, OffloadBehaviour
+from kvreplay.connectors.offloading.behaviour import VLLM_0_33, OffloadBehaviour
 from kvreplay.connectors.offloading.context import OffloadPolicy, RequestContext
 from kvreplay.connectors.offloading.cpu_manager import CPUOffloadingManager
 from kvreplay.connectors.offloading.keys import KeySpace
@@ -12,7 +12,7 @@ from kvreplay.connectors.offloading.layout import OffloadGroup
 from kvreplay.connectors.offloading.structs import Handoff
 from kvreplay.engine.request import RequestStatus
 from kvreplay.errors import EngineFatal
-from tests.connectors.offloading.desk import Desk, Settings, blocks_of, full, only_store, state, window
+from tests.connectors.offloading.desk import IDEAL, Desk, Settings, blocks_of, full, only_store, state, window
 
 ABORTED = RequestStatus.FINISHED_ABORTED
 BEFORE_49146 = dataclasses.replace(VLLM_0_33, abort_clamp="none")

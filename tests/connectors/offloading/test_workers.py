@@ -5,14 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from kvreplay.connectors.offloading.behaviour import IDEAL, VLLM_0_33, OffloadBehaviour
+from kvreplay.connectors.offloading.behaviour import VLLM_0_33, OffloadBehaviour
 from kvreplay.connectors.offloading.catalogue import ROWS
 from kvreplay.connectors.offloading.layout import OffloadLayout
 from kvreplay.errors import EngineFatal
 from kvreplay.sim.catalogue import FaultRow
 from kvreplay.sim.event_loop import FOREVER_NS
 from tests.connectors.offloading.bench import COPY_NS, Bench, RowFault, job, store
-from tests.connectors.offloading.desk import Settings, full, window
+from tests.connectors.offloading.desk import IDEAL, Settings, full, window
 
 ROW: dict[str, FaultRow] = {row.name: row for row in ROWS}
 
