@@ -123,14 +123,20 @@ KINDS: Final[dict[str, KindSpec]] = {
     "store.finished": KindSpec(_RUN, "that copy is acknowledged; num_blocks"),
     "store.failed": KindSpec(_RUN, "that copy failed; num_blocks, cause"),
     "pull.sent": KindSpec(
-        _RUN, "a consumer asks a producer (peer) for a request's blocks; transfer_id, num_blocks, rank = peer i of k"
+        _RUN,
+        "a consumer asks a producer (peer) for a request's blocks; transfer_id, num_blocks, rank = peer i of k; "
+        "the event that caused it: the reply after which it asks again",
     ),
     "pull.replied": KindSpec(
         _RUN,
         "a reply reaches the consumer and names (or covers) this request; status = FINISH | CONTINUE | ERROR | "
         "LAYOUT_MISS, cause = err_msg",
     ),
-    "pull.settled": KindSpec(_RUN, "the pull with this peer is over for this request; status = ok | failed, cause"),
+    "pull.settled": KindSpec(
+        _RUN,
+        "the pull with this peer is over for this request; status = ok | failed, cause; the event that caused it: the "
+        "last that was sent or replied, none where the peer could not be asked at all",
+    ),
     "send.started": KindSpec(_RUN, "a producer starts to write to a consumer (peer); transfer_id, num_blocks"),
     "send.finished": KindSpec(_RUN, "the write returned; status = ok | failed, cause, num_blocks"),
     "send.expired": KindSpec(_RUN, "the producer gives up on being asked; transfer_id, num_blocks freed"),

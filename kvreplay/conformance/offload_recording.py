@@ -63,6 +63,7 @@ class RecordingManager:
         self.lookup = inner.lookup
         self.lookup_many = inner.lookup_many
         self.can_load = inner.can_load
+        self.can_discard = inner.can_discard
         self.discard = inner.discard
         self.touch = inner.touch
         self.on_schedule_end = inner.on_schedule_end

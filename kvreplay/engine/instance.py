@@ -146,10 +146,16 @@ class Instance(SteppingInstance):
         self._resets.append((gpu, running, connector))
         self.poke()
 
-    def evict(self, num_blocks: int) -> None:
-        """An action fault: before the next step, cached blocks that nobody holds lose their content, oldest first."""
+    def evict(self, num_blocks: int) -> bool:
+        """An action fault: before the next step, cached blocks that nobody holds lose their content, oldest first.
+        False if there are none now."""
+        self.catch_up()
+        pool = self.scheduler.pool
+        if not pool.is_cached(pool.free_queue()).any():
+            return False
         self._num_to_evict += num_blocks
         self.poke()
+        return True
 
     def has_unfinished(self, request_id: str) -> bool:
         request = self.scheduler.requests.get(request_id)

@@ -454,8 +454,7 @@ class Node:
                 self.instance.reset_caches(**arguments)
                 return True
             case "evict":
-                self.instance.evict(arguments["num_blocks"])
-                return True
+                return self.instance.evict(arguments["num_blocks"])
             case "step-raises":
                 self.instance.raise_in_next_step(
                     arguments.get("exception", "RuntimeError"), arguments.get("message", "injected")

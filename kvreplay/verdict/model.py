@@ -118,6 +118,7 @@ class Loads(msgspec.Struct, frozen=True, kw_only=True):
     failed_by_cause: dict[str, int] = {}
     pulls_sent: int = 0
     pulls_settled: int = 0
+    pulls_unsent: int = 0
     pulls_failed_by_cause: dict[str, int] = {}
 
 

@@ -62,3 +62,26 @@ def test_a_configuration_that_fits_no_request_passes_but_not_in_silence(capsys: 
     assert document["reasons"] == [{"outcome": "rejected", "cause": "max_model_len of 10 exceeded", "count": 60}]
     assert run_app(["run", "multi-turn", "--set", "connector.abort_request_timeout=0"]) == 0
     assert "! 60 requests failed without a fault to blame: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["offload.evict-between", "offload.not-ready-hit", "cache.evict:at=0s"])
+def test_a_fault_that_finds_nothing_to_act_on_never_fires(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    document = played(f"--config offload-hybrid --limit 4 --inject {name}", capsys)
+    assert document["loads"]["started"] == 0
+    assert document["faults"][0]["fired"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "sends"),
+    [
+        ("bootstrap-failure", False),
+        ("mooncake.mixed-bootstrap-addr", False),
+        ("mooncake.bootstrap-stale-addr", True),
+        ("mooncake.layout-miss", True),
+        ("error-response", True),
+    ],
+)
+def test_pulls_add_up(name: str, sends: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    loads = played(f"--limit 8 --inject {name}", capsys)["loads"]
+    assert (loads["pulls_sent"], loads["pulls_settled"], loads["pulls_unsent"]) == ((8, 8, 0) if sends else (0, 0, 8))
+    assert sum(loads["pulls_failed_by_cause"].values()) in (0, 8)

@@ -210,7 +210,7 @@ def test_loads_are_counted_with_the_causes_of_their_failures(sum_up: SumUp) -> N
         on("D0", "load.finished", "r1", 2, num_tokens=64),
         on("D0", "load.failed", "r2", 2, num_tokens=64, status="request", cause="timeout"),
         on("D0", "pull.sent", "r2", 1, peer="P0"),
-        on("D0", "pull.settled", "r2", 2, peer="P0", status="failed", cause="timeout"),
+        on("D0", "pull.settled", "r2", 2, peer="P0", status="failed", cause="timeout", cause_handle=6),
     )
     loads = summary.loads
     assert (loads.started, loads.finished, loads.failed, loads.finished_tokens, loads.failed_tokens) == (
@@ -221,6 +221,21 @@ def test_loads_are_counted_with_the_causes_of_their_failures(sum_up: SumUp) -> N
         64,
     )
     assert (loads.failed_by_cause, loads.pulls_failed_by_cause) == ({"timeout": 1}, {"timeout": 1})
+    assert (loads.pulls_sent, loads.pulls_settled, loads.pulls_unsent) == (1, 1, 0)
+
+
+def test_a_pull_asked_for_again_counts_once_and_one_never_asked_for_by_itself(sum_up: SumUp) -> None:
+    summary = sum_up(
+        *arrivals("r1", "r2"),
+        on("D0", "pull.sent", "r1", 1, peer="P0"),
+        on("D0", "pull.replied", "r1", 2, peer="P0", status="LAYOUT_MISS", cause_handle=2),
+        on("D0", "pull.sent", "r1", 2, peer="P0", cause_handle=3),
+        on("D0", "pull.settled", "r2", 2, peer="P0", status="failed", cause="no bootstrap server"),
+        on("D0", "pull.settled", "r1", 3, peer="P0", status="ok", cause_handle=4),
+    )
+    loads = summary.loads
+    assert (loads.pulls_sent, loads.pulls_settled, loads.pulls_unsent) == (1, 1, 1)
+    assert loads.pulls_failed_by_cause == {"no bootstrap server": 1}
 
 
 # -- instances ------------------------------------------------------------------------------------------------

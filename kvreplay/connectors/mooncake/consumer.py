@@ -355,6 +355,7 @@ class Consumer:
                     peer=pull.peer,
                     rank=pull.place,
                     num_blocks=meta.num_blocks,
+                    cause_handle=pull.open[req_id],
                 )
             )
         self._expect_reply(pull, now_ns)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from kvreplay.connectors.offloading.copy_queues import CopyOrder
-from kvreplay.connectors.offloading.manager_bus import OFFER, LookupQuery, Offer
+from kvreplay.connectors.offloading.manager_bus import OFFER, FoundChunk, LookupQuery, Offer
 from kvreplay.connectors.offloading.reports import RankReport
 from kvreplay.connectors.offloading.tiering import TierJob, TierResult
 from kvreplay.connectors.offloading.worker import STORES, CopyResult
@@ -208,13 +208,13 @@ _REPORTS: Final = (
 
 
 def _forget_after(envelope: Envelope, settings: Settings, draw: int) -> list[Delivery]:
-    query: LookupQuery = envelope.payload
-    return _instead(envelope, query._replace(forgets=True))
+    found: FoundChunk = envelope.payload
+    return _instead(envelope, found._replace(forgets=True))
 
 
 def _hide_pending(envelope: Envelope, settings: Settings, draw: int) -> list[Delivery]:
-    query: LookupQuery = envelope.payload
-    return _instead(envelope, query._replace(hides_pending=True))
+    found: FoundChunk = envelope.payload
+    return _instead(envelope, found._replace(hides_pending=True))
 
 
 def _refuse_offer(envelope: Envelope, settings: Settings, draw: int) -> list[Delivery]:
@@ -224,6 +224,14 @@ def _refuse_offer(envelope: Envelope, settings: Settings, draw: int) -> list[Del
 
 def _is_lookup(envelope: Envelope, settings: Settings) -> bool:
     return isinstance(envelope.payload, LookupQuery)
+
+
+def _has_found_ready(envelope: Envelope, settings: Settings) -> bool:
+    return isinstance(envelope.payload, FoundChunk) and envelope.payload.can_be_evicted
+
+
+def _has_found_pending(envelope: Envelope, settings: Settings) -> bool:
+    return isinstance(envelope.payload, FoundChunk) and envelope.payload.is_pending
 
 
 _MANAGER: Final = (
@@ -243,7 +251,7 @@ _MANAGER: Final = (
         target=LOOKUP,
         survives="as a miss: the request fails over to computing",
         transform=_forget_after,
-        selects=_is_lookup,
+        selects=_has_found_ready,
         needs=_NEEDS,
     ),
     FaultRow(
@@ -253,7 +261,7 @@ _MANAGER: Final = (
         target=LOOKUP,
         survives="as pending: nothing is loaded before it has been written",
         transform=_hide_pending,
-        selects=_is_lookup,
+        selects=_has_found_pending,
         whole_conversation=True,
         needs=_NEEDS,
     ),

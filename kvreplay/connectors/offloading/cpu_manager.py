@@ -148,6 +148,10 @@ class CPUOffloadingManager:
         for once in without_repeats(keys):
             self.complete_load(once, context)
 
+    def can_discard(self, key: int) -> bool:
+        chunk_id = self.chunks.find_one(key)
+        return chunk_id >= 0 and self.chunks.count_of[chunk_id] == 0
+
     def discard(self, keys: Keys) -> None:
         chunk_ids = self.chunks.find(keys)
         unused = (chunk_ids >= 0) & (self.chunks.ref_counts[chunk_ids] == 0)

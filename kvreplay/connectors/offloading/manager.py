@@ -80,6 +80,10 @@ class OffloadingManager(Protocol):
 
     def complete_load(self, keys: Keys, context: RequestContext) -> None: ...
 
+    def can_discard(self, key: int) -> bool:
+        """Whether it is there, and nobody reads or writes it."""
+        ...
+
     def discard(self, keys: Keys) -> None:
         """Forget those that nobody reads: what they hold cannot be trusted."""
         ...

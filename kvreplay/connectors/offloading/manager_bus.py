@@ -18,11 +18,19 @@ OFFER: Final = "offload.offer"
 
 
 class LookupQuery(NamedTuple):
-    """Payload of a lookup. `forgets`: the chunk is evicted right after the answer. `hides_pending`: a chunk that is
-    still being written counts as ready."""
+    """Payload of a lookup."""
 
     key: int
     context: RequestContext
+
+
+class FoundChunk(NamedTuple):
+    """Payload of a lookup that has found something, ready or `is_pending`. `forgets`: the chunk is evicted before it
+    can be loaded. `hides_pending`: while it is still being written it counts as ready."""
+
+    key: int
+    is_pending: bool
+    can_be_evicted: bool
     forgets: bool = False
     hides_pending: bool = False
 
@@ -58,6 +66,7 @@ class ManagerOverBus:
         self.prepare_load = inner.prepare_load
         self.can_load = inner.can_load
         self.complete_load = inner.complete_load
+        self.can_discard = inner.can_discard
         self.discard = inner.discard
         self.complete_store = inner.complete_store
         self.touch = inner.touch
@@ -104,7 +113,18 @@ class ManagerOverBus:
         if answer.never:
             return LookupResult.RETRY
         result: LookupResult = answer.payload
-        return result
+        if result not in (LookupResult.HIT, LookupResult.HIT_PENDING):
+            return result
+        return self._found(key, context, result)
+
+    def _found(self, key: int, context: RequestContext, result: LookupResult) -> LookupResult:
+        """What faults make of it. They are asked about what is there, so that none counts where nothing is."""
+        is_pending = result is LookupResult.HIT_PENDING
+        can_be_evicted = not is_pending and self.inner.can_discard(key)
+        found: FoundChunk = self._ask(LOOKUP, FoundChunk(key, is_pending, can_be_evicted), context).payload
+        if found.forgets:
+            self.inner.discard(np.array([key], np.int64))
+        return LookupResult.HIT if found.hides_pending else result
 
     def lookup_many(self, keys: Keys, context: RequestContext) -> LookupResults:
         if self.never_answers(context):
@@ -121,7 +141,7 @@ class ManagerOverBus:
     def close(self) -> None:
         self._bus.silence(self._address)
 
-    def _ask(self, kind: str, payload: LookupQuery | Offer, context: RequestContext) -> Answer:
+    def _ask(self, kind: str, payload: LookupQuery | FoundChunk | Offer, context: RequestContext) -> Answer:
         return self._bus.ask(
             Envelope(
                 kind=kind,
@@ -138,10 +158,7 @@ class ManagerOverBus:
         if isinstance(question, Offer):
             refused = question.is_refused
             return Answer(payload=None if refused else self.inner.prepare_store(question.keys, question.context))
+        if isinstance(question, FoundChunk):
+            return Answer(payload=question)
         query: LookupQuery = question
-        result = self.inner.lookup(query.key, query.context)
-        if query.forgets and result is LookupResult.HIT:
-            self.inner.discard(np.array([query.key], np.int64))
-        if query.hides_pending and result is LookupResult.HIT_PENDING:
-            result = LookupResult.HIT
-        return Answer(payload=result)
+        return Answer(payload=self.inner.lookup(query.key, query.context))

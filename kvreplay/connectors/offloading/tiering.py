@@ -203,6 +203,9 @@ class TieringOffloadingManager:
     def can_load(self, keys: Keys) -> bool:
         return self.primary.can_load(keys)
 
+    def can_discard(self, key: int) -> bool:
+        return self.primary.can_discard(key)
+
     def discard(self, keys: Keys) -> None:
         self.primary.discard(keys)
 

@@ -68,6 +68,25 @@ def test_or_fails_the_load() -> None:
     assert job.failure == "an offloaded chunk is gone"
 
 
+@pytest.mark.parametrize("fault", ["offload.evict-between", "offload.not-ready-hit"])
+def test_neither_has_anything_to_act_on_where_nothing_is_found(fault: str) -> None:
+    bus = Bus(EventLoop())
+    bus.interceptor = seen = RowFault(ROW[fault], nth=None)
+    desk = Desk(manager=ManagerOverBus(CPUOffloadingManager(20, KeySpace(1)), "E0", bus), behaviour=VLLM_0_33)
+    desk.add("r", 13)
+    assert desk.ask("r") == 0
+    assert seen.num_seen == 0
+
+
+def test_nor_an_eviction_where_somebody_else_reads_what_is_found() -> None:
+    desk = desk_with(None)
+    keys = desk.keys("r")[:2]
+    desk.cpu.prepare_load(keys, desk.connector.states["r"].context)
+    assert not any(map(desk.cpu.can_discard, keys.tolist()))
+    desk.cpu.complete_load(keys, desk.connector.states["r"].context)
+    assert all(map(desk.cpu.can_discard, keys.tolist()))
+
+
 @pytest.mark.parametrize("behaviour", [VLLM_0_33, IDEAL])
 def test_a_chunk_still_being_written_is_taken_for_ready(behaviour: OffloadBehaviour) -> None:
     desk = desk_with("offload.not-ready-hit", behaviour)
