@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from kvreplay.connectors.offloading.copy_queues import CopyOrder
-from kvreplay.connectors.offloading.manager_bus import OFFER, FoundChunk, LookupQuery, Offer
+from kvreplay.connectors.offloading.manager_bus import FOUND, OFFER, FoundChunk, LookupQuery, Offer
 from kvreplay.connectors.offloading.reports import RankReport
 from kvreplay.connectors.offloading.tiering import TierJob, TierResult
 from kvreplay.connectors.offloading.worker import STORES, CopyResult
@@ -227,11 +227,13 @@ def _is_lookup(envelope: Envelope, settings: Settings) -> bool:
 
 
 def _has_found_ready(envelope: Envelope, settings: Settings) -> bool:
-    return isinstance(envelope.payload, FoundChunk) and envelope.payload.can_be_evicted
+    found: FoundChunk = envelope.payload
+    return found.can_be_evicted
 
 
 def _has_found_pending(envelope: Envelope, settings: Settings) -> bool:
-    return isinstance(envelope.payload, FoundChunk) and envelope.payload.is_pending
+    found: FoundChunk = envelope.payload
+    return found.is_pending
 
 
 _MANAGER: Final = (
@@ -248,7 +250,7 @@ _MANAGER: Final = (
         name="offload.evict-between",
         models="a chunk is evicted between the lookup that found it and the load: assertion in prepare_load",
         verb="replace",
-        target=LOOKUP,
+        target=FOUND,
         survives="as a miss: the request fails over to computing",
         transform=_forget_after,
         selects=_has_found_ready,
@@ -258,7 +260,7 @@ _MANAGER: Final = (
         name="offload.not-ready-hit",
         models="a lookup takes chunks that are still being written for ready: assertion in prepare_load",
         verb="replace",
-        target=LOOKUP,
+        target=FOUND,
         survives="as pending: nothing is loaded before it has been written",
         transform=_hide_pending,
         selects=_has_found_pending,

@@ -15,6 +15,8 @@ from kvreplay.sim.envelope import LOOKUP, Answer, Envelope
 
 OFFER: Final = "offload.offer"
 """Kind of message: a request's chunks are offered to the manager (`prepare_store`)."""
+FOUND: Final = "offload.found"
+"""Kind of message: a lookup has found a chunk, ready or not."""
 
 
 class LookupQuery(NamedTuple):
@@ -25,7 +27,7 @@ class LookupQuery(NamedTuple):
 
 
 class FoundChunk(NamedTuple):
-    """Payload of a lookup that has found something, ready or `is_pending`. `forgets`: the chunk is evicted before it
+    """What a lookup has found, ready or `is_pending`. `forgets`: the chunk is evicted before it
     can be loaded. `hides_pending`: while it is still being written it counts as ready."""
 
     key: int
@@ -80,10 +82,12 @@ class ManagerOverBus:
 
     @property
     def lookup_is_pure(self) -> bool:
-        return self.inner.lookup_is_pure and not is_watched(self._bus, LOOKUP)
+        return self.inner.lookup_is_pure and not any(is_watched(self._bus, kind) for kind in (LOOKUP, FOUND))
 
     def lookup_is_pure_for(self, context: RequestContext) -> bool:
         if not self.inner.lookup_is_pure_for(context):
+            return False
+        if self._is_watched(FOUND, context):
             return False
         return not self._is_watched(LOOKUP, context) or self.never_answers(context)
 
@@ -105,23 +109,22 @@ class ManagerOverBus:
         return f"{self._address}/{kind}/{context.req_id}"
 
     def lookup(self, key: int, context: RequestContext) -> LookupResult:
-        if not self._is_watched(LOOKUP, context):
-            return self.inner.lookup(key, context)
+        result = self._ask_for(key, context) if self._is_watched(LOOKUP, context) else self.inner.lookup(key, context)
+        if result in (LookupResult.HIT, LookupResult.HIT_PENDING) and self._is_watched(FOUND, context):
+            return self._found(key, context, result)
+        return result
+
+    def _ask_for(self, key: int, context: RequestContext) -> LookupResult:
         if self.never_answers(context):
             return LookupResult.RETRY
         answer = self._ask(LOOKUP, LookupQuery(key, context), context)
-        if answer.never:
-            return LookupResult.RETRY
-        result: LookupResult = answer.payload
-        if result not in (LookupResult.HIT, LookupResult.HIT_PENDING):
-            return result
-        return self._found(key, context, result)
+        return LookupResult.RETRY if answer.never else answer.payload
 
     def _found(self, key: int, context: RequestContext, result: LookupResult) -> LookupResult:
         """What faults make of it. They are asked about what is there, so that none counts where nothing is."""
         is_pending = result is LookupResult.HIT_PENDING
         can_be_evicted = not is_pending and self.inner.can_discard(key)
-        found: FoundChunk = self._ask(LOOKUP, FoundChunk(key, is_pending, can_be_evicted), context).payload
+        found: FoundChunk = self._ask(FOUND, FoundChunk(key, is_pending, can_be_evicted), context).payload
         if found.forgets:
             self.inner.discard(np.array([key], np.int64))
         return LookupResult.HIT if found.hides_pending else result
