@@ -1,11 +1,14 @@
 """How the engine says what happens: one method per event, so that its code reads as decisions."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from kvreplay.engine.output import Share
 from kvreplay.engine.request import Request
 from kvreplay.events import DETAIL_BLOCKS, DETAIL_STEPS, Event, EventSink
 from kvreplay.kv.prefix_cache import BlockIds
+
+_new_event: Final = tuple.__new__
 
 
 class EngineLog:
@@ -121,22 +124,13 @@ class EngineLog:
         block_ids: list[int] | None = None,
         output_hash: int | None = None,
     ) -> int:
-        return self.sink.emit(
-            Event(
-                kind,
-                self.now_ns,
-                self.instance,
-                self.step,
-                request.request_id,
-                request.transfer_id,
-                num_tokens=num_tokens,
-                num_blocks=num_blocks,
-                status=status,
-                cause=cause,
-                block_ids=block_ids,
-                output_hash=output_hash,
-            )
-        )
+        # Most events come this way: field by field, since filling in what is left takes longer than all the rest.
+        fields = (
+            kind, self.now_ns, self.instance, self.step, request.request_id, request.transfer_id,
+            None, None, None, block_ids, num_tokens, num_blocks, status, cause,
+            None, None, None, None, None, None, output_hash, None,
+        )  # fmt: skip
+        return self.sink.emit(_new_event(Event, fields))
 
     # -- the instance -----------------------------------------------------------------------------------------
 
