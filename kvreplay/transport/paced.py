@@ -69,7 +69,6 @@ class PacedLoop:
         self._limit = (-1, 0) if takes_turns else (self._clock[0], ANY_RANK)
         """(time, rank) of the last action that may run."""
         self._kept: list[tuple[Place, Action]] | None = [] if takes_turns else None
-        self._marked_s = monotonic()
         self._poller = zmq.Poller()
         self._in, self._out = int(zmq.POLLIN), int(zmq.POLLOUT)
         self._handlers: dict[Source, Callable[[], None]] = {}
@@ -113,14 +112,6 @@ class PacedLoop:
             return
         loop = self.loop
         loop.call_at(max(loop.now_ns, self.clock_ns), action)
-
-    def has_passed(self, seconds: float) -> bool:
-        """Whether so many real seconds have passed since this was last true."""
-        now_s = monotonic()
-        if now_s - self._marked_s < seconds:
-            return False
-        self._marked_s = now_s
-        return True
 
     # -- sockets ------------------------------------------------------------------------------------------
 

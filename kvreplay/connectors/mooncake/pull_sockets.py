@@ -1,7 +1,7 @@
 """The consumer's end of pulls over real sockets: a DEALER for each, from the pull to its last reply."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,12 +15,15 @@ from kvreplay.connectors.mooncake.structs import (
 )
 from kvreplay.sim.bus import owner_of
 from kvreplay.sim.envelope import PULL_REPLY, PULL_REQUEST, Envelope
+from kvreplay.sim.event_loop import EventLoop
 from kvreplay.sim.recent import Recent
 from kvreplay.transport.traffic import Connection, Traffic
 from kvreplay.transport.zmq_sockets import Socket, ZmqSockets
 
 MAX_PULL_BYTES: Final = 1 << 24
 _MAX_PAST: Final = 1 << 16
+_MAX_SILENT: Final = 256
+"""Sockets of pulls that have been given up, and may still be answered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +36,9 @@ class _Pull:
     owed: dict[str, str]
     """Requests that no reply has named → their transfers."""
     num_replies: int = 0
+    sent_ns: int = 0
+    is_answered: bool = False
+    """No further reply will come."""
 
 
 class PullSockets:
@@ -41,6 +47,7 @@ class PullSockets:
     def __init__(
         self,
         instance: str,
+        loop: EventLoop,
         sockets: ZmqSockets,
         traffic: Traffic,
         *,
@@ -49,6 +56,7 @@ class PullSockets:
         malformed: Counter[str],
     ) -> None:
         self._instance = instance
+        self._loop = loop
         self._sockets = sockets
         self._traffic = traffic
         self._arrived = arrived
@@ -74,11 +82,12 @@ class PullSockets:
             frames = list(envelope.payload)
         else:
             pull.asked = envelope
-            pull.num_replies = 0
+            pull.num_replies, pull.is_answered = 0, False
             pull.owed = dict(zip(envelope.request_ids, envelope.transfer_ids, strict=True))
             self._past[pull.connection.identity] = envelope
             payload = envelope.payload
             frames = [payload if isinstance(payload, bytes) else encode(payload)]
+        pull.sent_ns = self._loop.now_ns
         if self._sockets.send(pull.socket, frames):
             self._traffic.sent(pull.connection)
         return True
@@ -92,10 +101,22 @@ class PullSockets:
         yield from [pull.asked for pull in self._pulls.values() if owner_of(pull.asked.destination) == instance]
 
     def tidy(self) -> None:
-        """Close the sockets of pulls that are over; to be called now and then."""
+        """Close the sockets of pulls that are over; to be called now and then.
+
+        What was sent at this instant may still be on its way, and would be lost. Pulls that nobody waits for any more,
+        a stranger's or one that was given up, stay until they are answered: faults count such replies, too.
+        """
+        silent = []
         for conversation, pull in list(self._pulls.items()):
-            if not self._is_open(pull.asked.source, conversation, pull.asked.attempt):
+            asked = pull.asked
+            if pull.sent_ns >= self._loop.now_ns or self._is_open(asked.source, conversation, asked.attempt):
+                continue
+            if pull.is_answered:
                 self._forget(conversation)
+            else:
+                silent.append(conversation)
+        for conversation in silent[:-_MAX_SILENT]:
+            self._forget(conversation)
 
     def drop(self, source: str) -> None:
         """Whoever asked is gone."""
@@ -130,7 +151,7 @@ class PullSockets:
             self._malformed["reply"] += 1
             return
         asked = pull.asked
-        named = [name for name in self._named_in(frames[0], pull.owed) if name in pull.owed]
+        named = [name for name in self._named_in(frames[0], pull) if name in pull.owed]
         transfers = tuple(pull.owed.pop(name) for name in named)
         reply = Envelope(
             kind=PULL_REPLY,
@@ -148,13 +169,14 @@ class PullSockets:
         pull.num_replies += 1
         self._arrived(reply)
 
-    def _named_in(self, frame: bytes, owed: Mapping[str, str]) -> list[str]:
+    def _named_in(self, frame: bytes, pull: _Pull) -> list[str]:
         """The requests that a reply is about: the last one's are all that are left."""
         try:
             response = decode_response(frame)
         except msgspec.MsgspecError:
             self._malformed["reply"] += 1
-            return list(owed)
+            return list(pull.owed)
         if response.status is MooncakeXferResponseStatus.CONTINUE:
             return list(dict.fromkeys([*(response.ok_reqs or ()), *(response.err_reqs or ())]))
-        return list(owed)
+        pull.is_answered = True
+        return list(pull.owed)

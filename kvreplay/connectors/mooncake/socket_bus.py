@@ -93,6 +93,7 @@ class SocketBus(Bus):
         self._sockets = ZmqSockets(paced)
         self._pulls = PullSockets(
             name,
+            paced.loop,
             self._sockets,
             self.traffic,
             arrived=self._arrive_through_faults,

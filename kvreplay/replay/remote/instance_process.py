@@ -4,6 +4,7 @@ import traceback
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -15,6 +16,7 @@ from kvreplay.connectors.mooncake.write_frames import TargetMemory
 from kvreplay.events import Event
 from kvreplay.faults.injector import Injector
 from kvreplay.faults.plan import make_plan
+from kvreplay.ids import NS_PER_S
 from kvreplay.kv.content_index import ContentIndex
 from kvreplay.replay.cluster import SAMPLE_NS, topology_of
 from kvreplay.replay.config_load import config_from_json
@@ -32,7 +34,7 @@ from kvreplay.transport.paced import Instant, PacedLoop
 from kvreplay.transport.pipes import FramedPipes
 
 _MAX_WAIT_S = 0.2
-_TIDY_S = 0.2
+_TIDY_NS: Final = NS_PER_S
 """How often sockets of pulls that are over are looked for, in real seconds."""
 
 
@@ -102,6 +104,7 @@ class InstanceProcess:
         self._said: messages.Settled | None = None
         self._num_heard = 1  # the set-up
         self._num_questions = 0
+        self._tidy_at_ns = 0
         self._decisions: dict[int, bool] = {}
         self.is_over = False
         self._sample_later()
@@ -223,7 +226,8 @@ class InstanceProcess:
 
     def turn(self) -> None:
         self._paced.run_due()
-        if self._paced.has_passed(_TIDY_S):
+        if self._loop.now_ns >= self._tidy_at_ns:
+            self._tidy_at_ns = self._loop.now_ns + _TIDY_NS
             self.bus.tidy()
         self._flush()
         self._say_serving()
