@@ -67,7 +67,8 @@ class LiveFindings:
             transfer_id=provenance.transfer_id if provenance is not None else None,
         )
         whose = provenance.request_id if provenance is not None else wrong.request_id
-        self._emit(finding, self._fault_behind(provenance, whose))
+        handle = self._fault_behind(provenance, whose)
+        self._emit(finding, handle if handle is not None else self._lasting_at([instance.name]))
 
     def foreign_store(self, instance: str, request_id: str, transfer_id: str, block: ForeignBlock) -> None:
         """A store reads a block that holds other tokens than those of its key."""
@@ -81,7 +82,7 @@ class LiveFindings:
             group=block.group,
             transfer_id=transfer_id,
         )
-        self._emit(finding, None)
+        self._emit(finding, self._lasting_at([instance]))
 
     def short_window(self, instance: str, request_id: str, window: ShortWindow) -> None:
         """Told once a request, however often it is looked up."""

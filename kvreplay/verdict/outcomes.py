@@ -146,7 +146,8 @@ def count_requests(found: Outcomes, unfaulted: pl.Series, explained: Collection[
     stalled = table.filter(pl.col("outcome") == "stalled")["request_id"]
     lost = {stall.request_id for stall in found.stalls if stall.ended is None}
     num_lost = sum(name in lost for name in stalled)
-    failed = table.filter(pl.col("outcome") == "failed")
+    failed = table.filter(pl.col("outcome") == "failed")["request_id"]
+    failed_by_nobody = set(unfaulted)
     rejected = table.filter(pl.col("outcome") == "rejected")["request_id"]
     return Requests(
         total=table.height,
@@ -159,7 +160,7 @@ def count_requests(found: Outcomes, unfaulted: pl.Series, explained: Collection[
         lost=num_lost,
         held_up=len(stalled) - num_lost,
         unfinished=counts.get("unfinished", 0),
-        failed_unfaulted=failed.filter(pl.col("request_id").is_in(unfaulted.implode())).height,
+        failed_unfaulted=sum(name in failed_by_nobody and name not in explained for name in failed),
         rejected_unfaulted=sum(name not in explained for name in rejected),
     )
 
@@ -185,7 +186,7 @@ def followers(
     requests: pl.DataFrame, acted: pl.DataFrame, named: pl.Series, held_up: Collection[str] = ()
 ) -> list[str]:
     """Requests that came to harm no earlier than a fault acted on the instance which served or fed them (`acted`: its
-    rows), or that it is known to have `held_up`; less the `named`: what harmed those is known."""
+    rows), or that it is known to have harmed or `held_up`; less the `named`: what harmed those is known."""
     is_harmed = pl.col("outcome").is_in(["failed", "stalled", "unfinished"]) | (
         (pl.col("outcome") == "rejected") & (pl.col("cause") == CONNECTION_REFUSED)
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import polars as pl
 
-from kvreplay.checkers.finding import Finding, recorded_findings
+from kvreplay.checkers.finding import NO_FATAL, Finding, recorded_findings
 from kvreplay.checkers.frames import rows_of
 from kvreplay.checkers.no_fatal import is_action_on_instance, is_of_whole_instance, unfaulted_failures
 from kvreplay.ids import NS_PER_S, nanoseconds
@@ -61,7 +61,7 @@ def summarise(frame: pl.DataFrame, facts: RunFacts, findings: Sequence[Finding] 
     found = outcomes(frame, facts.path_timers_ns + overdue_after_ns)
     faults = _fault_rows(frame)
     crashes = _crashes(frame, faults, found.requests)
-    became = _faults(faults, found, facts.faults, crashes)
+    became = _faults(faults, found, facts.faults, crashes, _failures_blamed(frame))
     fault_counts = [fault.counted for fault in became]
     explained = {name for fault in became for name in fault.request_ids}
     requests = count_requests(found, unfaulted_failures(frame)["request_id"], explained)
@@ -191,6 +191,15 @@ def _by_name(implied: Counter[str] | None) -> dict[str, int]:
     return dict(sorted((implied or {}).items()))
 
 
+def _failures_blamed(frame: pl.DataFrame) -> dict[int, list[str]]:
+    """The fault that a failure which none has named is put down to, by `seq` → the requests."""
+    blamed: dict[int, list[str]] = {}
+    for finding in recorded_findings(frame):
+        if finding.checker == NO_FATAL and finding.cause_seq is not None and finding.request_id is not None:
+            blamed.setdefault(finding.cause_seq, []).append(finding.request_id)
+    return blamed
+
+
 class _Became(NamedTuple):
     counted: FaultCount
     request_ids: list[str]
@@ -198,7 +207,11 @@ class _Became(NamedTuple):
 
 
 def _faults(
-    rows: pl.DataFrame, found: Outcomes, planned: Sequence[PlannedFault], crashes: Sequence[Crash]
+    rows: pl.DataFrame,
+    found: Outcomes,
+    planned: Sequence[PlannedFault],
+    crashes: Sequence[Crash],
+    blamed: Mapping[int, Sequence[str]],
 ) -> list[_Became]:
     """In the order of the plan; what only the trace knows comes last."""
     named = rows.with_columns(pl.col("cause").fill_null(pl.col("status")))
@@ -218,20 +231,27 @@ def _faults(
             deaths.filter(pl.col("fault") == fault.spec),
             found,
             all_named,
+            blamed,
         )
         for fault in plan
     ]
 
 
 def _fault(
-    fault: PlannedFault, rows: pl.DataFrame, deaths: pl.DataFrame, found: Outcomes, all_named: pl.Series
+    fault: PlannedFault,
+    rows: pl.DataFrame,
+    deaths: pl.DataFrame,
+    found: Outcomes,
+    all_named: pl.Series,
+    blamed: Mapping[int, Sequence[str]],
 ) -> _Became:
     requests = found.requests
     names = rows["request_id"].drop_nulls().unique(maintain_order=True).to_list()
     moments = _num_moments(rows)
     held_up = [stall.request_id for stall in found.stalls if stall.fault == fault.spec]
     acted = pl.concat([part.select("instance", "time_ns") for part in (rows.filter(is_of_whole_instance()), deaths)])
-    followed = followers(requests, acted, all_named, held_up)
+    harmed = [name for seq in rows["seq"] for name in blamed.get(seq, ())]
+    followed = followers(requests, acted, all_named, [*held_up, *harmed])
     actions = rows.filter(is_action_on_instance())
     late = actions.filter(pl.col("request_id").is_null(), pl.col("time_ns") >= _last_end_ns(requests))
     count = FaultCount(

@@ -85,3 +85,18 @@ def test_pulls_add_up(name: str, sends: bool, capsys: pytest.CaptureFixture[str]
     loads = played(f"--limit 8 --inject {name}", capsys)["loads"]
     assert (loads["pulls_sent"], loads["pulls_settled"], loads["pulls_unsent"]) == ((8, 8, 0) if sends else (0, 0, 8))
     assert sum(loads["pulls_failed_by_cause"].values()) in (0, 8)
+
+
+def test_failures_behind_a_harm_that_lasts_are_the_faults_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """One wrong answer of the bootstrap server is believed from then on."""
+    document = played("--limit 8 --inject mooncake.bootstrap-stale-addr:nth=1", capsys)
+    [fault], requests = document["faults"], document["requests"]
+    assert (requests["failed"], requests["failed_unfaulted"]) == (8, 0)
+    assert (fault["requests"], fault["followed"]) == (1, {"failed": 7})
+    assert {violation["fault"] for violation in document["violations"]} == {fault["spec"]}
+
+
+def test_whoever_hits_what_was_read_too_late_is_the_victim_of_that(capsys: pytest.CaptureFixture[str]) -> None:
+    document = played("--config offload-hybrid --inject offload.late-read", capsys)
+    assert {violation["checker"] for violation in document["violations"]} == {"CONTENT"}
+    assert {violation["fault"] for violation in document["violations"]} == {"offload.late-read"}

@@ -133,6 +133,7 @@ _COPIES: Final = (
         settings={"delay": _DELAY},
         transform=_read_late,
         selects=_is_store,
+        lasts=True,
         needs=_NEEDS,
     ),
     FaultRow(
