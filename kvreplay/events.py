@@ -135,7 +135,7 @@ KINDS: Final[dict[str, KindSpec]] = {
     "pull.settled": KindSpec(
         _RUN,
         "the pull with this peer is over for this request; status = ok | failed, cause; the event that caused it: the "
-        "last that was sent or replied, none where the peer could not be asked at all",
+        "last that was sent or replied; none where the peer could not be asked at all, num_blocks for how many",
     ),
     "send.started": KindSpec(_RUN, "a producer starts to write to a consumer (peer); transfer_id, num_blocks"),
     "send.finished": KindSpec(_RUN, "the write returned; status = ok | failed, cause, num_blocks"),

@@ -28,7 +28,7 @@ def check_rank_agree(frame: pl.DataFrame) -> list[Finding]:
     ).filter(pl.col("seq") < pl.col("finished_seq"))
     heard = before.filter(pl.col("kind") == "load.failed").select(_REQUEST)
     # A pull of no blocks only tells the producer to let go; what is loaded comes from elsewhere.
-    releases = before.filter(pl.col("kind") == "pull.sent", pl.col("num_blocks") == 0).select(*_REQUEST, "rank")
+    releases = before.filter(pl.col("rank").is_not_null(), pl.col("num_blocks") == 0).select(*_REQUEST, "rank")
     last = (
         before.filter(pl.col("rank").is_not_null())
         .unique([*_REQUEST, "rank"], keep="last", maintain_order=True)

@@ -37,8 +37,9 @@ class Ends:
         for node in self._nodes:
             if not node.is_up:
                 continue
+            behind = self._fault_behind_holders(node)
             for request in node.instance.unfinished:
-                self._report_stall(node, request)
+                self._report_stall(node, request, behind)
 
     def close_accounts(self) -> None:
         for node in self._nodes:
@@ -47,7 +48,7 @@ class Ends:
                 self._findings.recount(node.instance)
                 self._findings.check_drained(node.instance)
 
-    def _report_stall(self, node: Node, request: Request) -> None:
+    def _report_stall(self, node: Node, request: Request, fault_behind_holders: int | None) -> None:
         held = node.instance.scheduler.kv.num_blocks_held(request.request_id)
         parked = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         self._sink.emit(
@@ -63,17 +64,25 @@ class Ends:
                 num_blocks=held,
                 status=request.status.name,
                 cause=_waiting_on(node.instance, request, held),
-                cause_handle=self._fault_behind(node, request),
+                cause_handle=self._fault_behind(node, request, fault_behind_holders if not held else None),
             )
         )
 
-    def _fault_behind(self, node: Node, request: Request) -> int | None:
+    def _fault_behind_holders(self, node: Node) -> int | None:
+        """The fault that holds up one who has blocks: those who wait for blocks wait for its end."""
+        for request in node.instance.unfinished:
+            handle = self._fault_behind(node, request, None)
+            if handle is not None and node.instance.scheduler.kv.num_blocks_held(request.request_id):
+                return handle
+        return None
+
+    def _fault_behind(self, node: Node, request: Request, otherwise: int | None) -> int | None:
         """The last fault that named the request, else one that has harmed an instance of its pair for good."""
         handle = self._blame.of_request(request.request_id)
         if handle is None:
             peer = _peer_of(node, request)
             handle = self._blame.lasting_at([name for name in (peer, node.name) if name is not None])
-        return handle
+        return handle if handle is not None else otherwise
 
 
 def _peer_of(node: Node, request: Request) -> str | None:

@@ -100,3 +100,26 @@ def test_whoever_hits_what_was_read_too_late_is_the_victim_of_that(capsys: pytes
     document = played("--config offload-hybrid --inject offload.late-read", capsys)
     assert {violation["checker"] for violation in document["violations"]} == {"CONTENT"}
     assert {violation["fault"] for violation in document["violations"]} == {"offload.late-read"}
+
+
+TOGETHER = (
+    "--config mooncake-1p1d --set connector.kind=multi --set connector.connectors=offloading,mooncake "
+    "--set connector.cpu_bytes_to_use=4000000000 --set model.max_model_len=8192 --set cache.num_gpu_blocks=600 "
+    "--policy recompute --limit 40"
+)
+
+
+def test_who_waits_for_blocks_of_the_stalled_stalls_behind_their_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    document = played(f"{TOGETHER} --inject timeout", capsys)
+    assert {stall["fault"] for stall in document["stalled"]} == {"timeout"}
+    [fault] = document["faults"]
+    assert fault["outcomes"]["stalled"] + fault["followed"]["stalled"] == document["requests"]["stalled"]
+    assert fault["followed"]["stalled"] > 0
+
+
+def test_a_producer_that_cannot_be_told_to_let_go_fails_no_load_from_the_cpu(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    document = played(f"{TOGETHER} --profile ideal --inject mooncake.bootstrap-http-error", capsys)
+    assert (document["verdict"], document["violations"]) == ("passed", [])
+    assert document["requests"]["finished"] == 40

@@ -503,6 +503,7 @@ class Consumer:
     def _settled(self, pull: Pull, req_id: str, reason: str | None) -> None:
         if req_id not in pull.open:
             return
+        last = pull.open.pop(req_id)
         self._sink.emit(
             Event(
                 "pull.settled",
@@ -514,7 +515,8 @@ class Consumer:
                 rank=pull.place,
                 status="ok" if reason is None else "failed",
                 cause=reason,
-                cause_handle=pull.open.pop(req_id),
+                num_blocks=pull.metas[req_id].num_blocks if last is None else None,
+                cause_handle=last,
             )
         )
         if reason is not None:
