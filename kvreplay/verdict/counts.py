@@ -50,20 +50,25 @@ def evicted(frame: pl.DataFrame) -> Evicted:
 
 def loads(frame: pl.DataFrame) -> Loads:
     kinds = ["load.started", "load.finished", "load.failed", "pull.sent", "pull.settled"]
-    rows = rows_of(frame, kinds, "kind", "num_tokens", "status", "cause", "cause_seq").collect()
+    leg = ("instance", "request_id")
+    rows = rows_of(frame, kinds, "kind", *leg, "num_tokens", "status", "cause", "cause_seq").collect()
     count = dict(rows.group_by("kind").len().rows())
     # Asked again, it follows from a reply; given up before it could be asked, it follows from nothing.
     again = rows.filter(pl.col("kind") == "pull.sent", pl.col("cause_seq").is_not_null()).height
     unsent = rows.filter(pl.col("kind") == "pull.settled", pl.col("cause_seq").is_null()).height
     tokens = _sums(rows, "kind", "num_tokens")
+    # The parts of a load may fail one after the other: it has failed once, for the first reason.
+    number = (pl.col("kind") == "load.started").cum_sum().over(leg)
+    failed = rows.with_columns(number=number).filter(pl.col("kind") == "load.failed")
+    failed = failed.unique([*leg, "number"], keep="first", maintain_order=True)
     failed_pulls = rows.filter(pl.col("kind") == "pull.settled", pl.col("status") == "failed")
     return Loads(
         started=count.get("load.started", 0),
         finished=count.get("load.finished", 0),
-        failed=count.get("load.failed", 0),
+        failed=failed.height,
         finished_tokens=tokens.get("load.finished", 0),
         failed_tokens=tokens.get("load.failed", 0),
-        failed_by_cause=_lengths(rows.filter(pl.col("kind") == "load.failed"), "cause"),
+        failed_by_cause=_lengths(failed, "cause"),
         pulls_sent=count.get("pull.sent", 0) - again,
         pulls_settled=count.get("pull.settled", 0) - unsent,
         pulls_unsent=unsent,

@@ -224,6 +224,23 @@ def test_loads_are_counted_with_the_causes_of_their_failures(sum_up: SumUp) -> N
     assert (loads.pulls_sent, loads.pulls_settled, loads.pulls_unsent) == (1, 1, 0)
 
 
+def test_a_load_whose_parts_fail_one_after_the_other_has_failed_once(sum_up: SumUp) -> None:
+    def failed(time_ns: int, cause: str) -> Event:
+        return on("D0", "load.failed", "r1", time_ns, num_tokens=16, status="blocks", cause=cause)
+
+    summary = sum_up(
+        *arrivals("r1"),
+        on("D0", "load.started", "r1", 1, num_tokens=64, num_blocks=4),
+        failed(2, "one part"),
+        failed(3, "another"),
+        on("D0", "load.started", "r1", 4, num_tokens=64, num_blocks=4),
+        failed(5, "again"),
+    )
+    loads = summary.loads
+    assert (loads.started, loads.failed, loads.failed_tokens) == (2, 2, 48)
+    assert loads.failed_by_cause == {"one part": 1, "again": 1}
+
+
 def test_a_pull_asked_for_again_counts_once_and_one_never_asked_for_by_itself(sum_up: SumUp) -> None:
     summary = sum_up(
         *arrivals("r1", "r2"),
