@@ -5,7 +5,8 @@ Times are ticks; see `ticks`.
 
 import pytest
 
-from tests.incidents.ticks import about, at, clients, ends, engines, how, laws, ticks_of, usable
+from tests.incidents.clusters import how
+from tests.incidents.ticks import about, at, clients, ends, engines, laws, ticks_of, usable
 from tests.scenarios.stage import Play, play
 
 CURRENT = pytest.mark.parametrize("behaviour", ["vllm-0.33", "ideal"])

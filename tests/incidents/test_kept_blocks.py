@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kvreplay.ids import NS_PER_S
+from tests.incidents.clusters import how
 from tests.incidents.scripted import Outcome, engine, request
-from tests.incidents.ticks import at, clients, ends, engines, how, laws, ticks_of, usable
+from tests.incidents.ticks import at, clients, ends, engines, laws, ticks_of, usable
 from tests.scenarios.stage import Play, play
 
 BEHAVIOURS = pytest.mark.parametrize("behaviour", ["vllm-0.33", "ideal"])

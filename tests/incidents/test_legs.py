@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvreplay.ids import NS_PER_S
-from tests.incidents.ticks import about, at, clients, ends, engines, how, laws, ticks_of, usable
+from tests.incidents.clusters import how
+from tests.incidents.ticks import about, at, clients, ends, engines, laws, ticks_of, usable
 from tests.scenarios.stage import Play, judge, play
 
 

@@ -11,7 +11,8 @@ import pytest
 from kvreplay.connectors.multi.config import MultiConfig
 from kvreplay.connectors.offloading.config import OffloadingConfig
 from kvreplay.replay.config import ConnectorConfig
-from tests.incidents.ticks import about, at, clients, ends, engines, how, laws, ticks_of, usable
+from tests.incidents.clusters import how
+from tests.incidents.ticks import about, at, clients, ends, engines, laws, ticks_of, usable
 from tests.scenarios.offload_stage import SLOT
 from tests.scenarios.stage import Play, play
 

@@ -3,8 +3,9 @@
 import pytest
 
 from kvreplay.kv.specs import MAMBA, MAMBA_ALIGN, KVCacheGroupSpec
+from tests.incidents.clusters import BLOCK, how
 from tests.incidents.scripted import Outcome, engine, load, request
-from tests.incidents.ticks import BLOCK, about, at, clients, ends, engines, how, laws, ticks_of
+from tests.incidents.ticks import about, at, clients, ends, engines, laws, ticks_of
 from tests.scenarios.stage import play
 
 STATES = (

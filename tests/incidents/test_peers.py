@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.incidents.clusters import crashes, laws
-from tests.incidents.ticks import about, at, clients, ends, engines, how
+from tests.incidents.clusters import crashes, how, laws
+from tests.incidents.ticks import about, at, clients, ends, engines
 from tests.scenarios.stage import Play, play
 
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.incidents.ticks import about, at, clients, ends, how, laws, offloaded
+from tests.incidents.clusters import how
+from tests.incidents.ticks import about, at, clients, ends, laws, offloaded
 from tests.scenarios.stage import Play, play
 
 

@@ -16,10 +16,10 @@ from kvreplay.ids import NS_PER_S
 from kvreplay.kv.specs import KVCacheGroupSpec
 from kvreplay.replay.config import ConnectorConfig, ReplayConfig, Role, RoleConfig
 from kvreplay.trace.workload import Arrival, Workload
+from tests.incidents.clusters import BLOCK, FULL
 from tests.scenarios.offload_stage import SLOT
 from tests.scenarios.stage import TIMING, Play, Sizes, pair, request, role, single, workload
 
-BLOCK: Final = 16
 TICK_MS: Final = 1000
 
 Ends = dict[str | None, tuple[str, float]]
@@ -52,7 +52,7 @@ def engines(
     connector = ConnectorConfig(kind="mooncake", options=MooncakeConfig(**mooncake))  # type: ignore[arg-type]
     limit = max(own.scheduler.max_model_len for own in roles.values())
     base = pair(ranks=ranks)
-    whole = groups or (KVCacheGroupSpec(block_size=BLOCK, bytes_per_token=1),)
+    whole = groups or (FULL,)
     model = replace(base.model, groups=whole, max_model_len=limit)
     return replace(base, model=model, roles=roles, connector=connector)
 
@@ -76,10 +76,6 @@ def about(kind: str, tick: float, within: float = 0.1) -> Any:  # noqa: ANN401 -
     return (kind, pytest.approx(tick + within / 2, abs=within / 2))
 
 
-def how(played: Play) -> dict[str | None, str]:
-    return {name: kind for name, (kind, _) in ends(played).items()}
-
-
 def ticks_of(played: Play, kind: str, instance: str | None = None) -> dict[str | None, float]:
     """Request → the tick of its last event of this kind."""
     return {event.request_id: event.time_ns / NS_PER_S for event in played.of(kind, instance=instance)}
@@ -97,7 +93,7 @@ def offloaded(engine: int | RoleConfig, *, cpu_chunks: int, **options: Any) -> R
     own = usable(engine) if isinstance(engine, int) else engine
     limit = own.scheduler.max_model_len
     base = single()
-    model = replace(base.model, groups=(KVCacheGroupSpec(block_size=BLOCK, bytes_per_token=1),), max_model_len=limit)
+    model = replace(base.model, groups=(FULL,), max_model_len=limit)
     tier = OffloadingConfig(cpu_bytes_to_use=cpu_chunks * SLOT, copy_latency=1e-6, **options)
     connector = ConnectorConfig(kind="offloading", options=tier)
     return replace(base, model=model, roles={"engine": own}, connector=connector)
