@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterator, Sequence
 
+from kvreplay.faults.values import format_float
 from kvreplay.verdict.model import DEFAULT_FAIL_ON, InEffect
 
 _DEFAULTS = InEffect(trace="", config="", config_origin="", profile="", profile_origin="", policy="", policy_origin="")
@@ -40,16 +41,11 @@ def _options(in_effect: InEffect) -> Iterator[list[str]]:
     if in_effect.fail_on != DEFAULT_FAIL_ON:
         yield ["--fail-on", ",".join(in_effect.fail_on) or "none"]
     if in_effect.overdue_after_s != _DEFAULTS.overdue_after_s:
-        yield ["--overdue-after", _shortest(in_effect.overdue_after_s)]
+        yield ["--overdue-after", format_float(in_effect.overdue_after_s)]
     if in_effect.time_scale is not None:
         yield ["--transport", in_effect.transport]
-        yield ["--time-scale", _shortest(in_effect.time_scale)]
+        yield ["--time-scale", format_float(in_effect.time_scale)]
     yield ["--seed", str(in_effect.seed)]
-
-
-def _shortest(value: float) -> str:
-    """That reads back as the same number."""
-    return repr(value).removesuffix(".0")
 
 
 def basis(origin: str) -> str:
