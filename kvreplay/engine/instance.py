@@ -338,10 +338,15 @@ class Instance(SteppingInstance):
 
     def _tell_usage(self, values: Mapping[str, int]) -> None:
         self._last_sample = values
-        log, pool = self._log, self.scheduler.pool
         for name, value in values.items():
-            log.usage(name, value)
-        evicted = list(pool.evicted_by_group)
+            self._log.usage(name, value)
+        self.tell_evictions()
+
+    def tell_evictions(self) -> None:
+        """Those since they were told last; an incarnation's last ones when another follows it."""
+        log = self._log
+        log.now_ns = self._loop.now_ns
+        evicted = list(self.scheduler.pool.evicted_by_group)
         told = self._evicted_reported or [0] * len(evicted)
         log.evicted_by_group([now - before for now, before in zip(evicted, told, strict=True)], "capacity")
         self._evicted_reported = evicted

@@ -418,6 +418,7 @@ class Node:
         self.incarnation += 1
         if identity == NEW_IDENTITY:
             self.engine_id = addresses.engine_id_of(self.name, self.incarnation)
+        self.instance.tell_evictions()
         self._counters.preemptions += self.instance.scheduler.num_preemptions
         if self.instance.more_usage is not None:
             self._earlier_usage = self.instance.more_usage()

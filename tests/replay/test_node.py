@@ -49,6 +49,16 @@ class TestLife:
         last = {event.status: event.num_tokens for event in played.of("usage")}
         assert (last["steps"], last["computed_tokens"]) == (6, 20)
 
+    def test_evictions_of_before_it_are_told(self) -> None:
+        """32 blocks, four prompts of ten each: some lose their hashes before it goes down, and before any sample."""
+        texts = ("abcdefghij", "klmnopqrst", "uvwxyzABCD", "EFGHIJKLMN")
+        four = workload(
+            *(request(text[0], 500 * place, text=text, prompt_tokens=40) for place, text in enumerate(texts))
+        )
+        untouched = sum(event.num_blocks or 0 for event in play(single(), four).of("block.evicted"))
+        crashed = play(single(), four, "peer-crash:at=9s,down=10ms").of("block.evicted")
+        assert sum(event.num_blocks or 0 for event in crashed) == untouched > 0
+
     def test_preemptions_too(self) -> None:
         played = play(single(), ONE, "scheduler.preempt", "peer-crash:at=45ms,down=10ms")
         last = {event.status: event.num_tokens for event in played.of("usage")}
