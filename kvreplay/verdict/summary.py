@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import polars as pl
@@ -60,8 +60,9 @@ def summarise(frame: pl.DataFrame, facts: RunFacts, findings: Sequence[Finding] 
     overdue_after_ns = nanoseconds(facts.in_effect.overdue_after_s)
     found = outcomes(frame, facts.path_timers_ns + overdue_after_ns)
     faults = _fault_rows(frame)
-    crashes = _crashes(frame, faults, found.requests)
-    became = _faults(faults, found, facts.faults, crashes, _failures_blamed(frame))
+    deaths = _deaths(frame, faults, found.requests)
+    crashes = [_crash(row) for row in deaths.iter_rows(named=True)]
+    became = _faults(faults, found, facts.faults, deaths, _failures_blamed(frame))
     fault_counts = [fault.counted for fault in became]
     explained = {name for fault in became for name in fault.request_ids}
     requests = count_requests(found, unfaulted_failures(frame)["request_id"], explained)
@@ -139,23 +140,24 @@ def _fault_rows(frame: pl.DataFrame) -> pl.DataFrame:
     return rows_of(frame, ["fault.injected"], *columns).collect()
 
 
-def _crashes(frame: pl.DataFrame, faults: pl.DataFrame, requests: pl.DataFrame) -> list[Crash]:
+def _deaths(frame: pl.DataFrame, faults: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
+    """The rows of crashes, and the `fault` behind each."""
     rows = rows_of(frame, ["engine.crashed"], "instance", "time_ns", "step", "status", "cause").collect()
-    if rows.is_empty():
-        return []
     places = requests.select("request_id", "serving", "producer")
     acted = faults.join(places, on="request_id", how="left", maintain_order="left")
-    return [
-        Crash(
-            instance=row["instance"],
-            time_s=row["time_ns"] / NS_PER_S,
-            step=row["step"],
-            exception=row["status"] or "",
-            message=row["cause"] or "",
-            fault=_last_fault(acted, row["instance"], row["time_ns"]),
-        )
-        for row in rows.iter_rows(named=True)
-    ]
+    behind = [_last_fault(acted, *death) for death in rows.select("instance", "time_ns").rows()]
+    return rows.with_columns(fault=pl.Series(behind, dtype=pl.String))
+
+
+def _crash(row: Mapping[str, Any]) -> Crash:
+    return Crash(
+        instance=row["instance"],
+        time_s=row["time_ns"] / NS_PER_S,
+        step=row["step"],
+        exception=row["status"] or "",
+        message=row["cause"] or "",
+        fault=row["fault"],
+    )
 
 
 def _last_fault(acted: pl.DataFrame, instance: str | None, until_ns: int) -> str | None:
@@ -210,7 +212,7 @@ def _faults(
     rows: pl.DataFrame,
     found: Outcomes,
     planned: Sequence[PlannedFault],
-    crashes: Sequence[Crash],
+    deaths: pl.DataFrame,
     blamed: Mapping[int, Sequence[str]],
 ) -> list[_Became]:
     """In the order of the plan; what only the trace knows comes last."""
@@ -219,11 +221,6 @@ def _faults(
     known = {fault.spec for fault in planned}
     plan = [*planned, *(PlannedFault(spec=spec) for spec in seen if spec not in known)]
     all_named = rows["request_id"].drop_nulls().unique()
-    deaths = pl.DataFrame(
-        [(crash.instance, nanoseconds(crash.time_s), crash.fault) for crash in crashes],
-        schema={"instance": pl.String, "time_ns": pl.Int64, "fault": pl.String},
-        orient="row",
-    )
     return [
         _fault(
             fault,
