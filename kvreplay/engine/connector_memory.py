@@ -15,8 +15,6 @@ from kvreplay.kv.memory import BlockIds as AnyBlockIds
 from kvreplay.kv.memory import History, Provenance
 from kvreplay.kv.prefix_cache import BlockIds
 
-_NO_LOAD = -1
-
 
 class LateWrite(NamedTuple):
     """Foreign words landed in a block that nobody was loading for them."""
@@ -38,8 +36,8 @@ class ConnectorMemory:
         self.late_writes: list[LateWrite] = []
         self.on_late_write: Callable[[], None] | None = None
         """Called before a write lands in blocks that nobody loads: whoever skips steps comes up to date."""
-        self._loading = np.full(buffers.num_blocks, _NO_LOAD, np.int64)
-        """Block → arrival order of the parked request that a connector is loading it for."""
+        self._is_loading = np.zeros(buffers.num_blocks, np.bool_)
+        """By block: whether a connector is loading it for a parked request."""
         self._rewritten: dict[int, None] = {}
         """Blocks in use that somebody else has written since the last step."""
 
@@ -61,14 +59,14 @@ class ConnectorMemory:
         for group, table in enumerate(kv.block_arrays(request.request_id)):
             first, _ = self.buffers.rows_of(group).places(local, local + 1)
             loaded = table[first:]
-            self._loading[loaded] = request.arrival_order
+            self._is_loading[loaded] = True
             self.buffers.begin_load(loaded)
-        self._loading[NULL_BLOCK_ID] = _NO_LOAD
+        self._is_loading[NULL_BLOCK_ID] = False
         request.is_loading = True
 
     def on_promoted(self, request: Request) -> None:
         for table in self.scheduler.kv.block_arrays(request.request_id):
-            self._loading[table] = _NO_LOAD
+            self._is_loading[table] = False
         request.is_loading = False
         scheduler = self.scheduler
         assert scheduler.connector is not None
@@ -82,7 +80,7 @@ class ConnectorMemory:
         if request.is_loading:
             request.is_loading = False
             for block_ids in freed:
-                self._loading[block_ids] = _NO_LOAD
+                self._is_loading[block_ids] = False
         request.has_loaded_all = False
         request.clean_until = request.written_until = request.windows_written_until = 0
         request.taint = 0
@@ -109,12 +107,16 @@ class ConnectorMemory:
 
     def is_loading(self, block_ids: BlockIds) -> bool:
         """Whether somebody still waits for what comes into each of these blocks."""
-        return not (self._loading[block_ids] == _NO_LOAD).any()
+        return int(np.count_nonzero(self._is_loading[block_ids])) == len(block_ids)
 
     def note_landing(self, group: int, ids: BlockIds, *, provenance: Provenance | None) -> list[int]:
         """A transfer is about to write these blocks. Returns those that it writes late, or without being asked to."""
         is_unasked = provenance is not None and not provenance.asked_for
-        late: list[int] = (ids if is_unasked else ids[self._loading[ids] == _NO_LOAD]).tolist()
+        late: list[int] = []
+        if is_unasked:
+            late = ids.tolist()
+        elif not self.is_loading(ids):
+            late = ids[~self._is_loading[ids]].tolist()
         if late:
             if self.on_late_write is not None:
                 self.on_late_write()

@@ -145,7 +145,7 @@ class ContentIndex:
         self._num_blocks = self._blocks_until(self._ends) - first_blocks
         num_keys = np.zeros(self.num_segments, np.int64)
         np.maximum.at(num_keys, self._ids, self._num_blocks)
-        self._segment_is_output = segment_is_output
+        self._first_output_blocks = self._blocks_before_output(segment_is_output)
         order = np.argsort(segment_is_output, kind="stable")
         bases = np.empty(self.num_segments, np.int64)
         bases[order] = np.cumsum(num_keys[order]) - num_keys[order]
@@ -154,6 +154,16 @@ class ContentIndex:
         """Key of a block less its index, for each piece."""
         self.num_keys = int(num_keys.sum())
         self.generated_key_start = int(num_keys[~segment_is_output].sum())
+
+    def _blocks_before_output(self, segment_is_output: NDArray[np.bool_]) -> list[int]:
+        """By request: its blocks before the first that ends in somebody's generated tokens; all if none does."""
+        if not self.num_requests:
+            return []
+        is_output = segment_is_output[self._ids] & (self._num_blocks > 0)
+        blocks = np.where(is_output, self._blocks_until(self._starts), np.iinfo(np.int64).max)
+        whole = np.array(self._total_tokens, np.int64) // self.hash_block_size
+        firsts: list[int] = np.minimum(np.minimum.reduceat(blocks, self._offsets[:-1]), whole).tolist()
+        return firsts
 
     def _blocks_until(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Blocks that have a hash once so many tokens are known."""
@@ -178,7 +188,6 @@ class RequestContent:
         "_begin",
         "_block_keys",
         "_end",
-        "_first_output_block",
         "_index",
         "_request",
         "num_prompt_tokens",
@@ -193,7 +202,6 @@ class RequestContent:
         self._begin = index._offsets[request]
         self._end = index._offsets[request + 1]
         self._block_keys: KeyArray | None = None
-        self._first_output_block = -1
         self.num_prompt_tokens = index._prompt_tokens[request]
         self.num_tokens = index._total_tokens[request]
         """Prompt and whole output."""
@@ -257,15 +265,7 @@ class RequestContent:
     @property
     def first_output_block(self) -> int:
         """The first block that ends in somebody's generated tokens: an earlier turn's, or its own."""
-        if self._first_output_block < 0:
-            index, begin, end = self._index, self._begin, self._end
-            is_output = index._segment_is_output[index._ids[begin:end]] & (index._num_blocks[begin:end] > 0)
-            piece = int(is_output.argmax())
-            if is_output[piece]:
-                self._first_output_block = int(index._blocks_until(index._starts[begin + piece : begin + piece + 1])[0])
-            else:
-                self._first_output_block = self.num_tokens // index.hash_block_size
-        return self._first_output_block
+        return self._index._first_output_blocks[self._request]
 
     @property
     def segment_ids(self) -> NDArray[np.int64]:

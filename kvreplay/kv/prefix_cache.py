@@ -22,6 +22,8 @@ Keys = NDArray[np.int64]
 
 NO_KEY = -1
 NO_BLOCKS: BlockIds = np.empty(0, np.int64)
+_FIRST_LOOK = 64
+"""Keys: so many are looked up at once, then twice as many, and so on."""
 _INSERTS_PER_SWEEP = 4
 """Per block of the pool: after so many, the memory of keys that are gone is given back."""
 
@@ -72,15 +74,24 @@ class PrefixCache:
 
     def find_prefix(self, keys: Keys) -> BlockIds:
         """Blocks of the longest cached prefix of `keys`."""
-        if not len(keys):
-            return NO_BLOCKS
-        first = keys[0]
-        # Most lookups find nothing, and who misses the first block misses all.
-        if first >= len(self._first) or not self._first_view[first]:
-            return NO_BLOCKS
-        blocks = self.find(keys)
-        first_miss = int((blocks == 0).argmax())
-        return blocks[:first_miss] if first_miss else blocks
+        found: list[BlockIds] = []
+        # Most lookups find the little that all prompts begin with: memory of keys that nobody has cached is cold.
+        start, length = 0, _FIRST_LOOK
+        while start < len(keys) and self._holds(keys[start]):
+            blocks = self.find(keys[start : start + length])
+            num_hits = int(count_nonzero(blocks))
+            if num_hits < len(blocks):
+                found.append(blocks[: int((blocks == 0).argmax())])
+                break
+            found.append(blocks)
+            start += length
+            length *= 2
+        if len(found) == 1:
+            return found[0]
+        return np.concatenate(found) if found else NO_BLOCKS
+
+    def _holds(self, key: int) -> bool:
+        return key < len(self._first) and self._first_view[key] != 0
 
     def find(self, keys: Keys) -> BlockIds:
         """The block of each key, 0 where there is none."""

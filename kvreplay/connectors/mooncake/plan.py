@@ -260,7 +260,7 @@ def _runs(copy: RegionCopy, segments: Sequence[WriteSegment]) -> Iterator[Piece]
         np.concatenate([np.asarray(segment[place], np.int64) for segment in segments]) for place in (3, 4)
     )
     if copy.merges:
-        starts = [0, *(_breaks(source, target) + 1).tolist(), len(source)]
+        starts = [0, *(_ends_run(source, target).nonzero()[0] + 1).tolist(), len(source)]
     else:
         starts = list(range(len(source) + 1))
     for start, end in pairwise(starts):
@@ -268,11 +268,11 @@ def _runs(copy: RegionCopy, segments: Sequence[WriteSegment]) -> Iterator[Piece]
             yield Piece(copy, source[start:end], target[start:end])
 
 
-def _breaks(source: NDArray[np.int64], target: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where a run ends, on either side."""
-    found: NDArray[np.int64] = ((source[1:] - source[:-1] != 1) | (target[1:] - target[:-1] != 1)).nonzero()[0]
-    return found
+def _ends_run(source: NDArray[np.int64], target: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """By place: whether a run ends there, on either side."""
+    ends: NDArray[np.bool_] = (source[1:] - source[:-1] != 1) | (target[1:] - target[:-1] != 1)
+    return ends
 
 
 def _num_breaks(source: BlockIds, target: BlockIds) -> int:
-    return len(_breaks(np.asarray(source, np.int64), np.asarray(target, np.int64)))
+    return int(np.count_nonzero(_ends_run(np.asarray(source, np.int64), np.asarray(target, np.int64))))
