@@ -23,6 +23,29 @@ class FullAttentionCacheManager(KVCacheManager):
         table = self.managers[0].tables.get(request_id)
         return [table.ids if table is not None else NO_BLOCKS]
 
+    def _num_hashed(self, table: BlockTable) -> int | None:
+        """So many of its blocks, the first ones, have a hash, and no others. None: that cannot be told from here."""
+        if self.pool.num_dropped or self.caches_again or not self.pool.enable_caching:
+            return None
+        return max(table.num_cached, 0)
+
+    def unhashed_blocks(self, request_id: str) -> list[BlockIds]:
+        table = self.managers[0].tables.get(request_id)
+        num_hashed = None if table is None else self._num_hashed(table)
+        if table is None or num_hashed is None:
+            return super().unhashed_blocks(request_id)
+        return [table.ids[num_hashed:].copy()]
+
+    def free(self, request_id: str) -> tuple[BlockIds, ...]:
+        table = self.managers[0].tables.get(request_id)
+        num_hashed = None if table is None else self._num_hashed(table)
+        if table is None or num_hashed is None:
+            return super().free(request_id)
+        (blocks,) = self.pop_blocks_for_free(request_id)
+        freed = blocks[::-1].copy()  # numpy is slow to index with an array that runs backwards
+        self.pool.free_blocks(freed, len(freed) - num_hashed)
+        return (freed,)
+
     def get_computed_blocks(self, keys: Keys, num_tokens: int) -> FoundPrefix:
         if not self.pool.enable_caching:
             return FoundPrefix(self.no_hit, 0)

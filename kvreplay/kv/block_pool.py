@@ -144,16 +144,17 @@ class BlockPool(PrefixCache):
 
     # -- giving back ------------------------------------------------------------------------------------------
 
-    def free_blocks(self, ordered: BlockIds) -> None:
+    def free_blocks(self, ordered: BlockIds, num_unhashed: int | None = None) -> None:
         """Drop one reference from each, in this order; null blocks are ignored.
 
-        Blocks without a hash go to the head of the queue (reused first), cached ones to the tail.
+        Blocks without a hash go to the head of the queue (reused first), cached ones to the tail. `num_unhashed`, where
+        the caller knows: none is null, so many of the first have no hash and no other owner, and all others have one.
         """
         if not len(ordered):
             return
         counts = self.ref_counts[ordered]
         counts -= 1
-        if count_nonzero(ordered) != len(ordered):
+        if num_unhashed is None and count_nonzero(ordered) != len(ordered):
             is_real = ordered != NULL_BLOCK_ID
             ordered, counts = ordered[is_real], counts[is_real]
         self.ref_counts[ordered] = counts
@@ -168,6 +169,13 @@ class BlockPool(PrefixCache):
         self.num_free += len(freed)
         if not self.enable_caching:
             self._put_first(freed)
+            return
+        if num_unhashed is not None:
+            if num_unhashed:
+                self._put_first(freed[:num_unhashed])
+                freed = freed[num_unhashed:]
+            if len(freed):
+                self._put_last(freed)
             return
         uncached = self.keys[freed] == NO_KEY
         num_uncached = count_nonzero(uncached)

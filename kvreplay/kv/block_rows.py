@@ -7,6 +7,7 @@ whole prefix up to the token whose state it holds.
 from collections.abc import Sequence
 
 import numpy as np
+from numpy import count_nonzero  # on truth values several times as fast as `any`
 from numpy.typing import NDArray
 
 from kvreplay.kv.content import WordArray
@@ -101,7 +102,7 @@ class BlockRows:
         found = self._of(table[first:last])
         head = start - first * size
         differs = found[head : head + (end - start)] != expected
-        if not differs.any():
+        if not count_nonzero(differs):
             return None
         positions: Positions = (differs.nonzero()[0] + start) * self._unit
         return positions

@@ -36,11 +36,7 @@ class BlocksOfRequest:
         return self._manager.get_block_ids_for_computed_tokens(self._request_id, self._num_tokens)
 
     def get_unhashed_block_ids_all_groups(self) -> tuple[Sequence[int], ...]:
-        pool = self._manager.pool
-        return tuple(
-            BlockList(ids[(ids != NULL_BLOCK_ID) & ~pool.is_cached(ids)])
-            for ids in self._manager.block_arrays(self._request_id)
-        )
+        return tuple(BlockList(ids) for ids in self._manager.unhashed_blocks(self._request_id))
 
 
 class Slots(NamedTuple):
@@ -254,6 +250,11 @@ class KVCacheManager:
         if max(lengths) > lengths[full]:
             return ConnectorHit(self.get_computed_blocks(keys, num_tokens), diverged=False)
         return ConnectorHit(FoundPrefix(hit, lengths[full]), diverged=min(lengths) < lengths[full])
+
+    def unhashed_blocks(self, request_id: str) -> list[BlockIds]:
+        """By group: those of the request's blocks that have no hash, as copies. Null blocks are not among them."""
+        pool = self.pool
+        return [ids[(ids != NULL_BLOCK_ID) & ~pool.is_cached(ids)] for ids in self.block_arrays(request_id)]
 
     def block_arrays(self, request_id: str) -> list[BlockIds]:
         return [

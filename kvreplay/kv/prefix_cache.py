@@ -43,6 +43,8 @@ class PrefixCache:
         """The same by group, where there are several."""
         self._has_lost = False
         """Some block lost its hash for another reason."""
+        self.num_dropped = 0
+        """Blocks that lost it in spite of those who hold them (`evict_blocks`)."""
         self.num_inserted = 0
         """Blocks that ever got a hash."""
         self.on_evict: Callable[[BlockIds], None] | None = None
@@ -240,6 +242,7 @@ class PrefixCache:
                 raise EngineFatal("AssertionError", f"Invalid block_id {block_id}")
             if block_id != NULL_BLOCK_ID and self.keys[block_id] != NO_KEY:
                 self._has_lost = True
+                self.num_dropped += 1
                 self._lost[self.keys_of(block_id)] = 1
                 self._forget(np.array([block_id], np.int64))
                 evicted.append(block_id)
