@@ -131,7 +131,12 @@ class BlockPool(PrefixCache):
 
     def _pop(self, count: int) -> BlockIds:
         head = self._head
-        window = count
+        front = self._queue[head : head + count]
+        if count_nonzero(front) == count:
+            self._head = head + count
+            self.num_free -= count
+            return front.astype(np.int64)
+        window = 2 * count
         while True:
             places = self._queue[head : head + window].nonzero()[0]
             if len(places) >= count:

@@ -9,13 +9,15 @@ prefix cache can be arrays instead of dictionaries (design §5). `TokenIndex` do
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvreplay.kv.content import KeyArray, WordArray
 from kvreplay.sim.rng import stable_hash
+
+Array = TypeVar("Array", WordArray, KeyArray)
 
 MASK64: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -127,6 +129,8 @@ class ContentIndex:
         self._ramp = np.arange(num_positions, dtype=np.uint64) * np.uint64(_POSITION_STRIDE)
         self._recent_prompts: dict[int, WordArray] = {}
         """Request → the words of its prompt."""
+        self._recent_keys: dict[int, KeyArray] = {}
+        """Request → its blocks' keys."""
         self._num_contents = [0] * len(arrivals)
         """How often each request's content was asked for: once for each leg."""
         self._block_ramp: KeyArray = np.arange(max(self._total_tokens, default=0) // hash_block_size, dtype=np.int64)
@@ -214,8 +218,11 @@ class RequestContent:
     def block_keys(self) -> KeyArray:
         if self._block_keys is None:
             index, begin, end = self._index, self._begin, self._end
-            keys = index._shifts[begin:end].repeat(index._num_blocks[begin:end])
-            keys += index._block_ramp[: len(keys)]
+            keys = index._recent_keys.get(self._request)
+            if keys is None:
+                keys = index._shifts[begin:end].repeat(index._num_blocks[begin:end])
+                keys += index._block_ramp[: len(keys)]
+                _remember(index._recent_keys, self._request, keys)
             self._block_keys = keys
         return self._block_keys
 
@@ -235,10 +242,9 @@ class RequestContent:
         recent = self._index._recent_prompts
         words = recent.get(self._request)
         if words is None:
-            words = recent[self._request] = self._fingerprints(0, self.num_prompt_tokens)
+            words = self._fingerprints(0, self.num_prompt_tokens)
             words.flags.writeable = False
-            if len(recent) > _RECENT_PROMPTS:
-                del recent[next(iter(recent))]
+            _remember(recent, self._request, words)
         return words
 
     def _fingerprints(self, start: int, end: int) -> WordArray:
@@ -279,6 +285,12 @@ class RequestContent:
     def output_digest(self, num_tokens: int) -> int:
         """Digest of the first `num_tokens` output tokens, as right contents give them."""
         return mix64(self.output_hash, num_tokens)
+
+
+def _remember(recent: dict[int, Array], request: int, array: Array) -> None:
+    recent[request] = array
+    if len(recent) > _RECENT_PROMPTS:
+        del recent[next(iter(recent))]
 
 
 # -- from arrivals to segments -------------------------------------------------------------------------------
