@@ -70,7 +70,7 @@ class Scheduler(AdmissionLayer):
         """
         assert self._in_flight is None or self._is_async, "one step at a time"
         self.step += 1
-        self._in_step = True
+        self._in_step = self._is_scheduling = True
         out = SchedulerOutput(self.step, skip_drafts=self._num_lookahead_tokens > 0)
         self.kv.start_step()
         if self.connector is not None and self.connector.lookup_version != self._lookup_version:
@@ -91,6 +91,7 @@ class Scheduler(AdmissionLayer):
             if not defer_prefills:
                 self._prefill_capacity_bound = self.num_waiting > len(self.deferred_waiting)
         self._finish_schedule(out, prefill_admitted=prefill_admitted)
+        self._is_scheduling = False
         return out
 
     def schedule_uneventful(self) -> SchedulerOutput:

@@ -27,7 +27,8 @@ def window(size: int) -> KVCacheGroupSpec:
 LAYOUTS = ((), (FULL, window(8)), (FULL, STATES), (window(8),), (FULL, window(5)), (FULL, window(8), STATES))
 FAULTS = [name for name in catalogue() if name.startswith("offload.")]
 TIER_FAULTS = ["offload.promotion-fail", "offload.tier-store-fail", "offload.tier-slow"]
-SEEDS = range(16)
+SEEDS = (*range(16), 2416)
+"""2416: a block is taken in the step in which its last owner is preempted, whose store must still read it."""
 
 
 def a_config(rng: Random) -> tuple[ReplayConfig, bool]:

@@ -83,8 +83,9 @@ class HybridLockstepLayer(LockstepLayer):
     def _note_growth(self) -> None:
         if not self._still_does_not_fit():
             self._blocks_changed()
-        if self.kv.has_mamba:
-            # Before members write into them, which they may do long before the next step that is scheduled openly.
+        if self.kv.has_mamba and not self._is_scheduling:
+            # Before members write into them, which they may do long before the next step that is scheduled openly. In
+            # such a one the workers do it, once a connector has read what its stores still need of these blocks.
             blocks = self.kv.take_blocks_to_zero()
             if blocks and self.contents is not None:
                 self.contents.zero(blocks)

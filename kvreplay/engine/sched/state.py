@@ -131,6 +131,8 @@ class SchedulerState:
         """Scheduled, and its output not yet taken in."""
         self._in_step = False
         """Between the start of schedule() and the end of update_from_output()."""
+        self._is_scheduling = False
+        """In schedule(), whose output the workers prepare before they compute."""
         self._arrivals = count()
         self._admissions = count()
         self._preempted_since: list[str] = []
