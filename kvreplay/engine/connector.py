@@ -100,8 +100,11 @@ class SchedulerConnector(Protocol):
         """Whether the request's lookups keep the connector busy without ever being decided."""
         ...
 
-    def is_asked_in_vain(self, request_id: str) -> bool:
-        """Whether the request's lookup stays undecided while nothing else happens, and asking changes nothing."""
+    def is_asked_in_vain(self, request_id: str, *, is_idle: bool) -> bool:
+        """Whether the request's lookup stays undecided until `lookup_version` grows, and asking changes nothing.
+
+        `is_idle`: nobody runs, and the prefix cache stays as it is.
+        """
         ...
 
     def peer_of(self, request: Request) -> str | None:
@@ -163,7 +166,7 @@ class PlainSchedulerHalf:
     def is_going_in_circles(self, request_id: str) -> bool:
         return False
 
-    def is_asked_in_vain(self, request_id: str) -> bool:
+    def is_asked_in_vain(self, request_id: str, *, is_idle: bool) -> bool:
         return False
 
     def peer_of(self, request: Request) -> str | None:

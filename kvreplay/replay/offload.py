@@ -85,10 +85,10 @@ class Offload:
         )
 
     def _wake_at(self, time_ns: int) -> None:
-        self._bus.loop.call_at(time_ns, self._lookup_timed_out)
+        self._bus.loop.call_at(time_ns, self._lookups_may_differ)
 
-    def _lookup_timed_out(self) -> None:
-        self.scheduler.note_lookup_timeout()
+    def _lookups_may_differ(self) -> None:
+        self.scheduler.note_news()
         self._on_report()
 
     def _tiered(self) -> OffloadingManager:
@@ -104,7 +104,7 @@ class Offload:
                 chunk_bytes=chunk_bytes * (1 if self._is_replicated else self._num_ranks),
                 memory=self,
                 bus=self._bus,
-                on_report=self._on_report,
+                on_report=self._lookups_may_differ,
             )
         ]
         return TieringOffloadingManager(self.cpu, self.tiers, protects_found=self._behaviour.promotions == "request")

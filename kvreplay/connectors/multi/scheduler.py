@@ -63,7 +63,7 @@ class MultiScheduler:
         for child in self.children:
             child.note_allocated(block_ids)
 
-    def is_asked_in_vain(self, request_id: str) -> bool:
+    def is_asked_in_vain(self, request_id: str, *, is_idle: bool) -> bool:
         return False
 
     def is_going_in_circles(self, request_id: str) -> bool:

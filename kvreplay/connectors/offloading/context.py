@@ -59,6 +59,8 @@ class RequestContext:
     params: Mapping[str, Any] = field(default_factory=dict)
     num_promotions: int = 0
     """Copies from a secondary tier that its lookups have ordered."""
+    num_orders: int = 0
+    """Chunks that its lookups have asked for from a secondary tier, whether or not there was room for them."""
     is_bounded: bool = False
     """Its lookup is given up after a time: whatever goes round in circles has an end."""
 

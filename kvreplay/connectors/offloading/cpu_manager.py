@@ -60,6 +60,9 @@ class CPUOffloadingManager:
     def never_answers(self, context: RequestContext) -> bool:
         return False
 
+    def may_interfere(self, context: RequestContext) -> bool:
+        return False
+
     def on_new_request(self, context: RequestContext) -> OffloadPolicy:
         self._access_of(context)
         return OffloadPolicy.CHUNK_LEVEL

@@ -46,11 +46,19 @@ class ChunkLookup:
         self.windowed = tuple(index for index in layout.windowed if index in asked)
         self.chunks_being_loaded = chunks_being_loaded
         self.observer: Observer | None = None
+        self._num_unknown = 0
+        """Of this search: chunks of which the manager does not know yet."""
         self._is_plain = len(layout.groups) == 1 and not layout.windowed and not layout.groups[0].is_drafter
 
     def find(self, state: RequestState, max_new_tokens: int | None = None) -> int | None:
         """Tokens beyond the local hit that can be loaded; None: ask again later."""
-        limit = _limit_of(state, max_new_tokens)
+        self._num_unknown = 0
+        num_orders = state.context.num_orders
+        hit = self._find(state, _limit_of(state, max_new_tokens))
+        state.waits_for_copies = hit is None and not self._num_unknown and state.context.num_orders == num_orders
+        return hit
+
+    def _find(self, state: RequestState, limit: int | None) -> int | None:
         hit = self._find_plain(state, limit) if self._is_plain else _CompleteChunks(self, state).find(limit)
         state.partial_tail_boundary = None
         if hit is not None and self._is_being_loaded(state, hit):
@@ -100,6 +108,7 @@ class ChunkLookup:
 
     def ask(self, key: int, state: RequestState) -> LookupResult:
         result = self.manager.lookup(key, state.context)
+        self._num_unknown += result is LookupResult.RETRY
         if self.observer is not None:
             self.observer(key, result)
         return result

@@ -98,6 +98,9 @@ class ManagerOverBus:
             LOOKUP in interceptor.kinds and interceptor.swallows(LOOKUP, self._conversation(LOOKUP, context))
         )
 
+    def may_interfere(self, context: RequestContext) -> bool:
+        return self._is_watched(LOOKUP, context) or self._is_watched(FOUND, context)
+
     def _is_watched(self, kind: str, context: RequestContext) -> bool:
         """Whether some fault may still act on such a message for this request."""
         interceptor = self._bus.interceptor

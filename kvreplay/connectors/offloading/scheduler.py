@@ -142,11 +142,14 @@ class OffloadingScheduler:
     def _note_allocation_failure(self, req_id: str) -> None:
         self.num_allocation_failures += 1
 
-    def is_asked_in_vain(self, request_id: str) -> bool:
+    def is_asked_in_vain(self, request_id: str, *, is_idle: bool) -> bool:
         state = self.states[request_id]
-        # Under a bound it is decided when its time is up.
+        if self._now_ns is not None:
+            return False  # it is decided when its time is up
+        if state.waits_for_copies:
+            return is_idle and not self.manager.may_interfere(state.context)
         is_final = state.last_question is not None and state.last_answer is None
-        return is_final and self._now_ns is None and self.manager.never_answers(state.context)
+        return is_final and self.manager.never_answers(state.context)
 
     def is_going_in_circles(self, request_id: str) -> bool:
         return self.states[request_id].context.is_going_in_circles
@@ -179,6 +182,7 @@ class OffloadingScheduler:
         if state.last_question == question and self._would_answer_alike(state):
             return state.last_answer, bool(state.last_answer)
         state.last_question = None
+        state.waits_for_copies = False
         state.clear_tables()
         state.rewind()
         self._unsettled.pop(request.request_id, None)
@@ -219,8 +223,9 @@ class OffloadingScheduler:
                 self._wake_at(now_ns + self._lookup_timeout_ns)
         return 0 if now_ns >= state.deferred_since_ns + self._lookup_timeout_ns else None
 
-    def note_lookup_timeout(self) -> None:
-        """The time has come for which `wake_at` was called: an undecided lookup has an answer now."""
+    def note_news(self) -> None:
+        """An undecided lookup may have an answer now: the time has come for which `wake_at` was called, or a copy to or
+        from a secondary tier is over."""
         self.lookup_version += 1
 
     def _reserve_sync_load(self, state: RequestState, hit: int | None) -> bool:

@@ -121,6 +121,9 @@ class TieringOffloadingManager:
     def never_answers(self, context: RequestContext) -> bool:
         return False
 
+    def may_interfere(self, context: RequestContext) -> bool:
+        return False
+
     # -- requests ---------------------------------------------------------------------------------------------
 
     def on_new_request(self, context: RequestContext) -> OffloadPolicy:
@@ -173,6 +176,7 @@ class TieringOffloadingManager:
 
     def _promote(self, index: int, key: int, context: RequestContext) -> bool:
         """Take a slot for it now, so that it is asked for only once. False: the primary is full."""
+        context.num_orders += 1
         plan = self.primary.prepare_write(np.array([key], np.int64), context, protected=self._protected(key, context))
         if self.on_promote is not None:
             self.on_promote(key, context, plan)

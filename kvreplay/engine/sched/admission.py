@@ -192,7 +192,9 @@ class AdmissionLayer(RunningLayer):
             if external is None:
                 if self.connector.is_going_in_circles(request.request_id):
                     self.livelocked[request.request_id] = request
-                self._asks_hopefully |= not self.connector.is_asked_in_vain(request.request_id)
+                self._asks_hopefully |= not self.connector.is_asked_in_vain(
+                    request.request_id, is_idle=not self.running
+                )
                 return False
             if self._replay_groups and not (external and self._load_brings_window(request)):
                 # What is computed again starts at a block's start.

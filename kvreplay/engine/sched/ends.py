@@ -127,12 +127,14 @@ class EndsLayer(HybridLockstepLayer):
                 "queue.",
             )
         if done:
+            self._blocks_changed()
             self.log.evicted_by_group(cached, "reset")
         return (self.reset_connector_cache() and done) if reset_connector else done
 
     def evict_free(self, num_blocks: int) -> int:
         """Take the hash from up to so many blocks that nobody holds, in the order in which they would be reused.
         Returns how many lost one."""
+        self._blocks_changed()
         free = self.pool.free_queue()
         chosen = free[self.pool.is_cached(free)][:num_blocks]
         self.log.evicted_by_group(self.pool.count_by_group(chosen), "injected")

@@ -86,7 +86,7 @@ class LockstepLayer(SchedulerState):
     @property
     def must_ask_again(self) -> bool:
         """Whether a queued request waits for a connector that may answer otherwise the next time it is asked."""
-        if self._scan is Scan.IN_VAIN:
+        if self._scan is Scan.IN_VAIN and not self._lookups_may_differ:
             return False
         return self._asks_again and self.num_waiting > 0 and len(self.running) < self.max_num_active
 
@@ -99,12 +99,17 @@ class LockstepLayer(SchedulerState):
         if self._scan is Scan.EXHAUSTED:
             return True
         if self._scan is Scan.IN_VAIN:
-            return not self.running
+            return not self.running and not self._lookups_may_differ
         if self._scan is not Scan.BLOCKED:
             return False
         if self._decode_events is not None:
             return self._still_does_not_fit()  # members with windows give blocks back as they go
         return not self._output_is_shared
+
+    @property
+    def _lookups_may_differ(self) -> bool:
+        """Whether the connector has news since the last scan."""
+        return self.connector is not None and self.connector.lookup_version != self._lookup_version
 
     def _still_does_not_fit(self) -> bool:
         """Whether the first in the queue cannot have come to fit, whatever a lookup would find."""
