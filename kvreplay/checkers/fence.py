@@ -128,9 +128,24 @@ def _transfers(frame: pl.DataFrame, *, fences_attempts: bool) -> pl.LazyFrame:
 
 
 def _until_settled(spans: pl.LazyFrame, frame: pl.DataFrame) -> pl.LazyFrame:
-    """No span goes on when the last of the consumer's pulls with that producer is over for the request."""
+    """No span goes on when the last of the consumer's pulls with that producer is over for the request. One that asks
+    for no blocks, since they have been given up, only tells the producer so."""
+    key = ["instance", "peer", "request_id", "rank"]
+    pulls = rows_of(frame, ["pull.sent", "pull.settled"], "seq", "kind", *key, "num_blocks")
+    sent = pulls.filter(pl.col("kind") == "pull.sent").sort("seq").select(*key, "num_blocks", sent_seq="seq")
     settled = (
-        rows_of(frame, ["pull.settled"], "seq", "instance", "peer", "request_id")
+        pulls.filter(pl.col("kind") == "pull.settled")
+        .drop("num_blocks")
+        .sort("seq")
+        .join_asof(
+            sent,
+            left_on="seq",
+            right_on="sent_seq",
+            by=key,
+            strategy="backward",
+            check_sortedness=False,  # both are; polars cannot see it of groups
+        )
+        .filter(pl.col("num_blocks").ne_missing(0))
         .group_by(peer="instance", instance="peer", request_id="request_id")
         .agg(settled_seq=pl.col("seq").max())
     )

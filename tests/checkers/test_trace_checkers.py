@@ -266,7 +266,7 @@ def test_it_is_over_when_a_process_is_gone(frame_of: FrameOf, death: Event) -> N
 
 def test_where_attempts_are_fenced_nothing_lands_of_a_pull_that_is_settled(frame_of: FrameOf) -> None:
     """Neither of one that the producer begins to serve afterwards."""
-    over = Event("pull.settled", 3, "D0", request_id="r1", peer="P0", transfer_id="x1", status="failed")
+    over = Event("pull.settled", 3, "D0", request_id="r1", peer="P0", rank=0, transfer_id="x1", status="failed")
     had, taken = blocks("allocated", 1, "r1", [6]), blocks("allocated", 9, "r2", [6])
     for events in ([had, sending("started", 2), over, taken], [had, over, sending("started", 4), taken]):
         assert len(check_fence(frame_of(*events))) == 1
@@ -274,6 +274,9 @@ def test_where_attempts_are_fenced_nothing_lands_of_a_pull_that_is_settled(frame
         for fences in (False, True):
             found = check_trace(frame_of(*events), DETAIL_BLOCKS, fences_attempts=fences)
             assert ("FENCE" in [finding.checker for finding in found]) != fences
+        # It only tells the producer that it need not send any more.
+        released = [over._replace(time_ns=8, kind="pull.sent", num_blocks=0), over._replace(time_ns=10, status="ok")]
+        assert not check_fence(frame_of(*events[:-1], released[0], taken, released[1]), fences_attempts=True)
     for elsewhere in (over._replace(request_id="r3"), over._replace(peer="P1"), over._replace(instance="D1")):
         assert len(check_fence(frame_of(had, sending("started", 2), elsewhere, taken), fences_attempts=True)) == 1
 
