@@ -218,6 +218,10 @@ class WorkerConnector(Protocol):
         """Whether `get_finished` would return something: a parked instance wakes for it."""
         ...
 
+    def gives_back(self) -> bool:
+        """Whether some of it lets go of blocks that an ended request still holds: who goes in circles may get on."""
+        ...
+
 
 class EngineWorkers(WorkerConnector, Protocol):
     """All ranks' halves, as an engine has them."""

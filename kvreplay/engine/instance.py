@@ -113,10 +113,11 @@ class Instance(SteppingInstance):
             return
         if self._coast is not None:
             self._shorten_coast(self._coast)
-        elif self._in_flight is None and self._timer is not None and self._timer.daemon:
-            time_ns = self._timer.time_ns
+        elif self._timer is not None and self._timer.daemon and (self._in_flight is None or self._room_comes):
+            time_ns, action = self._timer.time_ns, self._timer.action
+            assert action is not None
             self._loop.cancel(self._timer)
-            self._set_timer(time_ns, self._begin_step)
+            self._set_timer(time_ns, action)
         elif self._in_flight is None and self._timer is None:
             now = self._loop.now_ns
             wake_ns = now

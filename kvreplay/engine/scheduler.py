@@ -410,6 +410,7 @@ class Scheduler(AdmissionLayer):
                 self._report_fits_nothing(f"finished_sending of {request_id}, which is {request.status.name}")
             else:
                 self._release(request)
+                self._try_livelocked_again()
 
     def _report_fits_nothing(self, what: str) -> None:
         if not self.rules.tolerates_reports:

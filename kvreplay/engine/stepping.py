@@ -171,9 +171,13 @@ class SteppingInstance:
 
     def _set_timer(self, time_ns: int, action: Callable[[], None], *, daemon: bool = False) -> None:
         # Circles, and polls that only ask again, keep no run alive: nothing comes of them by themselves.
-        self._timer = self._loop.call_at(
-            time_ns, action, rank=self._rank, daemon=daemon or self.scheduler.is_livelocked
-        )
+        daemon |= self.scheduler.is_livelocked and not self._room_comes
+        self._timer = self._loop.call_at(time_ns, action, rank=self._rank, daemon=daemon)
+
+    @property
+    def _room_comes(self) -> bool:
+        """Whether the workers have a report that gives blocks back: a circle may end with it."""
+        return self._workers is not None and self._workers.gives_back()
 
     def _sync_clock(self) -> None:
         self._log.now_ns = self._loop.now_ns

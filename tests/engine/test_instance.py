@@ -30,6 +30,9 @@ class ScriptedWorkers:
     def has_report(self) -> bool:
         return bool(self.pending)
 
+    def gives_back(self) -> bool:
+        return bool(self.pending.finished_sending)
+
     def get_finished(self, finished_req_ids: Sequence[str]) -> KVConnectorOutput | None:
         pending, self.pending = self.pending, KVConnectorOutput()
         return pending or None

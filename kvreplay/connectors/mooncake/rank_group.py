@@ -32,6 +32,7 @@ class MooncakeWorkers(Protocol):
     def handle_preemptions(self, metadata: MooncakeConnectorMetadata) -> None: ...
     def start_load_kv(self, metadata: MooncakeConnectorMetadata, compute_until_ns: int = 0) -> int: ...
     def has_report(self) -> bool: ...
+    def gives_back(self) -> bool: ...
     def get_finished(self, finished_req_ids: Sequence[str]) -> KVConnectorOutput | None: ...
     def failure_reason(self, request_id: str) -> str | None:
         """Why the pull of this request failed; asked once."""
@@ -91,6 +92,11 @@ class RankGroup:
 
     def has_report(self) -> bool:
         return bool(self._arrived) or any(worker.has_report() for worker in self.workers)
+
+    def gives_back(self) -> bool:
+        return any(report.output.finished_sending for report in self._arrived) or any(
+            worker.gives_back() for worker in self.workers
+        )
 
     def get_finished(self, finished_req_ids: Sequence[str]) -> KVConnectorOutput | None:
         self._is_collecting = True

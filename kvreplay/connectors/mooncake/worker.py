@@ -202,6 +202,9 @@ class MooncakeWorker:
             self.producer is not None and self.producer.has_report
         )
 
+    def gives_back(self) -> bool:
+        return self.producer is not None and self.producer.has_report
+
     def get_finished(self, finished_req_ids: Sequence[str]) -> KVConnectorOutput | None:
         if self.producer is not None and self.sender_stalled_until_ns > self._loop.now_ns:
             self.producer.note_overdue(self._loop.now_ns)

@@ -30,6 +30,9 @@ class MultiWorkers:
     def has_report(self) -> bool:
         return any(child.has_report() for child in self.children)
 
+    def gives_back(self) -> bool:
+        return any(child.gives_back() for child in self.children)
+
     def get_finished(self, finished_req_ids: Sequence[str]) -> MultiOutput | None:
         parts = [child.get_finished(finished_req_ids) for child in self.children]
         if not any(part is not None for part in parts):

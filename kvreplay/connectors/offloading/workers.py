@@ -229,6 +229,9 @@ class OffloadingWorkers:
     def has_report(self) -> bool:
         return self.box.has_news
 
+    def gives_back(self) -> bool:
+        return False  # nobody waits for a copy to free blocks
+
     def get_finished(self, finished_req_ids: Sequence[str]) -> OffloadingOutput | None:
         """Raises EngineFatal where a copy has failed and the worker dies of it."""
         return self.box.collect() if self.box.has_news else None

@@ -107,6 +107,9 @@ class SimpleCpuWorkers:
     def has_report(self) -> bool:
         return bool(self._output)
 
+    def gives_back(self) -> bool:
+        return False  # nobody waits for a copy to free blocks
+
     def get_finished(self, finished_req_ids: Sequence[str]) -> SimpleCpuOutput | None:
         if not self._output:
             return None

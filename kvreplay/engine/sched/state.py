@@ -272,5 +272,10 @@ class SchedulerState:
         request.attempts = 0
         self.livelocked.pop(request.request_id, None)
 
+    def _try_livelocked_again(self) -> None:
+        """There is room that whoever went in circles had waited for."""
+        for request in list(self.livelocked.values()):
+            self._forget_attempts(request)
+
     def _table(self, request: Request) -> BlockTable:
         return self.kv.managers[0].tables[request.request_id]

@@ -133,6 +133,9 @@ class Workers:
     def has_report(self) -> bool:
         return any(self.reports)
 
+    def gives_back(self) -> bool:
+        return any(report.finished_sending for report in self.reports if report is not None)
+
     def get_finished(self, finished_req_ids: Sequence[str]) -> KVConnectorOutput | None:
         return self.reports.pop(0) if self.reports else None
 
