@@ -110,6 +110,24 @@ class TestClock:
         stage.run(13)
         assert stage.log("step")[-1] == (12.3, "step", None), "it was blocked on its queue: no grid to wait for"
 
+    @pytest.mark.parametrize("gives_back", [True, False])
+    def test_who_goes_in_circles_gets_on_when_an_ended_request_gives_its_blocks_back(self, gives_back: bool) -> None:
+        """`b` takes half of what it needs and is preempted, again and again: only `a` can end that, or nobody."""
+        stage = Stage(
+            {"a": RequestScript(delay_free=True)},
+            num_gpu_blocks=11,
+            enable_prefix_caching=False,
+            max_num_batched_tokens=16,
+            scheduler_reserve_full_isl=False,
+        )
+        stage.at(0, stage.submit, "a", 20, max_tokens=1)
+        stage.at(30, stage.submit, "b", 32, max_tokens=1)
+        stage.at(60_001, stage.report, finished_sending=["a"] if gives_back else [])
+        stage.run()
+        assert stage.now_ms >= 60_001
+        assert [name for _, name in stage.ended] == (["a", "b"] if gives_back else ["a"])
+        assert list(stage.bench.scheduler.livelocked) == ([] if gives_back else ["b"])
+
     def test_a_prompt_beyond_the_models_length_is_rejected(self) -> None:
         stage = Stage(max_model_len=16)
         stage.at(0, stage.submit, "a", 16)
