@@ -153,7 +153,7 @@ class BlockPool(PrefixCache):
         """Drop one reference from each, in this order; null blocks are ignored.
 
         Blocks without a hash go to the head of the queue (reused first), cached ones to the tail. `num_unhashed`, where
-        the caller knows: none is null, so many of the first have no hash and no other owner, and all others have one.
+        the caller knows: none is null, so many of the first have no hash, and all others have one.
         """
         if not len(ordered):
             return
@@ -167,6 +167,8 @@ class BlockPool(PrefixCache):
         if count_nonzero(counts):
             assert np.minimum.reduce(counts) >= 0, "block freed twice"
             freed = ordered[counts == 0]
+            if num_unhashed:  # a copy under way may hold some
+                num_unhashed -= int(count_nonzero(counts[:num_unhashed]))
         if not len(freed):
             return
         if self._tail + len(freed) > len(self._queue) or self._head < len(freed):

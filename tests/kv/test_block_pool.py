@@ -100,6 +100,19 @@ class TestReuse:
         assert sorted(pool.free_queue().tolist()) == [1, 2, 3, 4, 5]
         assert pool.num_evicted == 199 * 5
 
+    @pytest.mark.parametrize("held", [[], [2], [5], [2, 5], [4, 5, 6]])
+    def test_whoever_knows_what_has_a_hash_gives_back_in_the_same_order(self, held: list[int]) -> None:
+        """Blocks 1 to 4 have one, 5 and 6 have not; somebody else holds some of them."""
+        queues = []
+        for num_unhashed in (None, 2):
+            pool = BlockPool(10, num_keys=8)
+            taken = pool.get_new_blocks(6)
+            pool.cache(taken[:4], np.arange(4))
+            pool.touch(np.array(held, np.int64))
+            pool.free_blocks(taken[::-1].copy(), num_unhashed)
+            queues.append((pool.free_queue().tolist(), pool.num_free))
+        assert queues[0] == queues[1]
+
 
 class TestPrefixCache:
     def test_same_content_twice_is_two_blocks_and_the_first_one_is_hit(self) -> None:
