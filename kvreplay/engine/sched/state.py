@@ -32,7 +32,7 @@ class Scan(Enum):
 
     UNKNOWN = "it may admit somebody"
     EXHAUSTED = "it passed everyone, and all who are left wait for a report"
-    IN_VAIN = "it passed everyone; who does not wait for a report may be decided on when blocks change"
+    IN_VAIN = "it passed everyone; who waits for no report may be decided on when blocks or lookups change"
     BLOCKED = "it ended at a request that does not fit; giving back or caching blocks may change that"
 
 
