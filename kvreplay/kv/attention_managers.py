@@ -23,23 +23,22 @@ class FullAttentionCacheManager(KVCacheManager):
         table = self.managers[0].tables.get(request_id)
         return [table.ids if table is not None else NO_BLOCKS]
 
-    def _num_hashed(self, table: BlockTable) -> int | None:
+    def _num_hashed(self, request_id: str) -> int | None:
         """So many of its blocks, the first ones, have a hash, and no others. None: that cannot be told from here."""
-        if self.pool.num_dropped or self.caches_again or not self.pool.enable_caching:
+        table = self.managers[0].tables.get(request_id)
+        if table is None or self.pool.num_dropped or self.caches_again or not self.pool.enable_caching:
             return None
         return max(table.num_cached, 0)
 
     def unhashed_blocks(self, request_id: str) -> list[BlockIds]:
-        table = self.managers[0].tables.get(request_id)
-        num_hashed = None if table is None else self._num_hashed(table)
-        if table is None or num_hashed is None:
+        num_hashed = self._num_hashed(request_id)
+        if num_hashed is None:
             return super().unhashed_blocks(request_id)
-        return [table.ids[num_hashed:].copy()]
+        return [ids[num_hashed:].copy() for ids in self.block_arrays(request_id)]
 
     def free(self, request_id: str) -> tuple[BlockIds, ...]:
-        table = self.managers[0].tables.get(request_id)
-        num_hashed = None if table is None else self._num_hashed(table)
-        if table is None or num_hashed is None:
+        num_hashed = self._num_hashed(request_id)
+        if num_hashed is None:
             return super().free(request_id)
         (blocks,) = self.pop_blocks_for_free(request_id)
         freed = blocks[::-1].copy()  # numpy is slow to index with an array that runs backwards

@@ -74,15 +74,10 @@ class BlockPool(PrefixCache):
             raise EngineFatal("ValueError", f"Cannot get {count} free blocks from the pool")
         if count == 0:
             return NO_BLOCKS
-        head = self._head
-        if head + count <= self._clean_until:
-            self._head = head + count
-            self.num_free -= count
-            block_ids = self._queue[head : head + count].astype(np.int64)
-        else:
-            block_ids = self._pop(count)
-            if self.enable_caching:
-                self._evict_reused(block_ids)
+        is_clean = self._head + count <= self._clean_until
+        block_ids = self._pop(count)
+        if self.enable_caching and not is_clean:
+            self._evict_reused(block_ids)
         self.ref_counts[block_ids] = 1
         return block_ids
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvreplay.kv.content import KeyArray, WordArray
 from kvreplay.sim.rng import stable_hash
 
-Array = TypeVar("Array", WordArray, KeyArray)
+_Array = TypeVar("_Array", WordArray, KeyArray)
 
 MASK64: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -287,7 +287,7 @@ class RequestContent:
         return mix64(self.output_hash, num_tokens)
 
 
-def _remember(recent: dict[int, Array], request: int, array: Array) -> None:
+def _remember(recent: dict[int, _Array], request: int, array: _Array) -> None:
     recent[request] = array
     if len(recent) > _RECENT_PROMPTS:
         del recent[next(iter(recent))]
