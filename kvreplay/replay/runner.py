@@ -44,8 +44,6 @@ Transport: TypeAlias = Literal["virtual", "zmq"]
 DEFAULT_TIME_SCALE: Final = 10.0
 """Virtual seconds in a real one, where time is real."""
 _NO_FAULTS: Final = FaultPlan()
-_OBJECTS_PER_COLLECTION: Final = 100_000
-"""Python's 700 would have the collector look at a run's events again and again."""
 _JUDGED_COLUMNS: Final = tuple(
     name for name in MEMORY_SCHEMA.names if name not in ("prefix_hashes", "prefix_hash_tokens", "params", "priority")
 )
@@ -90,7 +88,6 @@ def settle_imports(config: ReplayConfig) -> None:
     if config.kv.check != "off":
         import_torch()
     gc.freeze()
-    gc.set_threshold(_OBJECTS_PER_COLLECTION)
 
 
 def run_trace(options: RunOptions, trace: Trace, progress: Progress | None = None) -> RunResult:
