@@ -286,13 +286,20 @@ class ReplayConfig:
             self.connector.simple_cpu.num_blocks(block_bytes(self.model.groups))
         if "offloading" in self.connector.parts:
             options, num_ranks = self.connector.offloading, self.topology.num_ranks(role)
-            is_replicated = self.is_replicated(role)
-            layout = engine_layout(kv, options, num_workers=num_ranks)
-            num_chunks(rank_layout(layout, is_replicated=is_replicated), options, is_replicated=is_replicated)
+            layout = rank_layout(engine_layout(kv, options, num_workers=num_ranks), self.num_parts(role))
+            num_chunks(layout, options, is_replicated=self.is_replicated(role))
+
+    def num_parts(self, role: Role) -> int:
+        """Into how many different parts the ranks of an instance cut a block."""
+        tp_size, pp_size = self.topology.parallel_sizes(role)
+        heads = 1 if self.model.use_mla else self.model.num_kv_heads
+        return pp_size * (tp_size if heads is None else min(tp_size, heads))
 
     def is_replicated(self, role: Role) -> bool:
-        """Whether all ranks of an instance hold the same."""
-        return self.model.use_mla and self.topology.num_ranks(role) > 1
+        """Whether an instance keeps one copy in its CPU tier for all ranks, which hold the same (vLLM:
+        offloading/config.py, replicated_layout: neither stages nor states)."""
+        tp_size, pp_size = self.topology.parallel_sizes(role)
+        return self.model.use_mla and tp_size > 1 and pp_size == 1 and not self._has_states
 
     @property
     def sharding(self) -> Sharding:
@@ -301,9 +308,13 @@ class ReplayConfig:
         heads = HeadLayout(
             num_kv_heads=model.num_kv_heads,
             is_mla=model.use_mla,
-            has_states=any(group.kind == MAMBA for group in model.groups),
+            has_states=self._has_states,
         )
         return Sharding.of(heads, [self.topology.parallel_sizes(role) for role in self.topology.roles])
+
+    @property
+    def _has_states(self) -> bool:
+        return any(group.kind == MAMBA for group in self.model.groups)
 
     @property
     def hash_block_size(self) -> int:

@@ -341,6 +341,7 @@ class Node:
             config=connector.offloading,
             findings=around.findings,
             num_ranks=self._num_ranks,
+            num_parts=around.config.num_parts(self.role),
             is_replicated=around.config.is_replicated(self.role),
         )
 

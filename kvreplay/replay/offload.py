@@ -26,7 +26,11 @@ from kvreplay.replay.tier_owner import TierOwner
 
 
 class Offload:
-    """Both halves. `start_workers` follows when the ranks' memories exist. `is_replicated`: all ranks hold the same."""
+    """Both halves. `start_workers` follows when the ranks' memories exist.
+
+    `num_parts`: into so many different parts the ranks cut a block. `is_replicated`: all hold the same, and keep one
+    copy of it.
+    """
 
     def __init__(
         self,
@@ -35,6 +39,7 @@ class Offload:
         config: OffloadingConfig,
         findings: LiveFindings,
         num_ranks: int = 1,
+        num_parts: int = 1,
         is_replicated: bool = False,
     ) -> None:
         instance, kv, bus = owner.instance, owner.kv, owner.bus
@@ -57,7 +62,7 @@ class Offload:
             num_workers=num_ranks,
             every_group_drafts=self._behaviour.eagle_lookup == "narrow" and kv.rules.drops_eagle_block,
         )
-        self._layout = rank_layout(layout, is_replicated=is_replicated)
+        self._layout = rank_layout(layout, num_parts)
         space = self._space = KeySpace(len(self._layout.groups), owner.num_keys, owner.names)
         self.cpu = CPUOffloadingManager(
             num_chunks(self._layout, config, is_replicated=is_replicated),

@@ -53,6 +53,26 @@ def test_what_roles_share_is_written_once() -> None:
     assert document["decode"]["cache"] == {}
 
 
+@pytest.mark.parametrize(
+    ("preset", "sets", "num_parts", "is_replicated"),
+    [
+        ("llama-70b", ["topology.tp=4"], 4, False),
+        ("llama-70b", ["topology.tp=4", "topology.pp=2", "model.num_kv_heads=8"], 8, False),
+        ("llama-70b", ["topology.tp=16", "model.num_kv_heads=8"], 8, False),  # two ranks keep each head
+        ("deepseek-mla", [], 1, False),
+        ("deepseek-mla", ["topology.tp=4"], 1, True),
+        ("deepseek-mla", ["topology.pp=4"], 4, False),
+        ("deepseek-mla", ["topology.tp=2", "topology.pp=2"], 2, False),
+        ("kimi-linear", ["topology.tp=2"], 1, False),  # has states
+    ],
+)
+def test_what_ranks_keep_of_a_block(preset: str, sets: list[str], num_parts: int, *, is_replicated: bool) -> None:
+    """vLLM: offloading/config.py, replicated_layout."""
+    config = load_config("offload-single", sets=[f"model.preset={preset}", *sets]).config
+    assert config.num_parts("engine") == num_parts
+    assert config.is_replicated("engine") is is_replicated
+
+
 RANKS = "topology.tp, topology.pp: ranks of an instance are modelled with mooncake and offloading only so far"
 
 

@@ -161,13 +161,22 @@ class TestRanks:
     """Two ranks, each with its own copies: both must have done their part."""
 
     @staticmethod
-    def config(tp: int = 2) -> ReplayConfig:
-        base = offloading()
-        return replace(base, topology=replace(base.topology, tp=tp))
+    def config(tp: int = 2, pp: int = 1, **model: Any) -> ReplayConfig:  # noqa: ANN401 - fields of ModelConfig
+        base = offloading(cpu_chunks=256)
+        return replace(base, topology=replace(base.topology, tp=tp, pp=pp), model=replace(base.model, **model))
 
     @pytest.mark.parametrize("behaviour", ["vllm-0.33", "ideal"])
     def test_all_parts_come_back(self, behaviour: str, tmp_path: Path) -> None:
         summary = judge(tmp_path, self.config(), there_and_back(), behaviour=behaviour)
+        assert summary.verdict == "passed"
+        assert summary.tiers is not None
+        assert summary.tiers.saved_tokens == 16
+
+    @pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)], ids=str)
+    @pytest.mark.parametrize("model", [{"use_mla": True}, {"num_kv_heads": 1}, {"num_kv_heads": 4}], ids=str)
+    def test_however_the_model_is_cut(self, sizes: tuple[int, int], model: dict[str, Any], tmp_path: Path) -> None:
+        """Of latents the first rank stores those of its stage only: with several stages each has to keep its own."""
+        summary = judge(tmp_path, self.config(*sizes, **model), there_and_back())
         assert summary.verdict == "passed"
         assert summary.tiers is not None
         assert summary.tiers.saved_tokens == 16

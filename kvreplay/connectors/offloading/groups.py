@@ -72,10 +72,9 @@ def engine_layout(
     )
 
 
-def rank_layout(layout: OffloadLayout, *, is_replicated: bool) -> OffloadLayout:
-    """What one rank copies: its own part of each block, or (`is_replicated`) all of it, where all have the same."""
-    parts = 1 if is_replicated else layout.num_workers
-    groups = [replace(group, bytes_per_block=-(-group.bytes_per_block // parts)) for group in layout.groups]
+def rank_layout(layout: OffloadLayout, num_parts: int) -> OffloadLayout:
+    """What one rank copies: its own of `num_parts` parts of each block."""
+    groups = [replace(group, bytes_per_block=-(-group.bytes_per_block // num_parts)) for group in layout.groups]
     return replace(layout, groups=tuple(groups))
 
 
