@@ -381,8 +381,10 @@ class WorkerModel(ConnectorMemory):
         for request, end in to_check:
             self._compare(request, 0, end, self._state_groups)
             self._compare(request, 0, end, self._token_groups)
+        for request, _ in to_check:
+            # It writes wrong words from this step on: let it do so openly. Whoever shares blocks with it does, too, and
+            # leaves lockstep with this step's state in the place of the one that it goes on from: compared before.
             if request.taint and request.lockstep_since is not None:
-                # It writes wrong words from this step on: let it do so openly.
                 self.scheduler.materialise_member(request, out)
 
 
