@@ -64,7 +64,9 @@ class MultiScheduler:
             child.note_allocated(block_ids)
 
     def is_asked_in_vain(self, request_id: str, *, is_idle: bool) -> bool:
-        return False
+        return all(
+            child.lookup_is_pure or child.is_asked_in_vain(request_id, is_idle=is_idle) for child in self.children
+        )
 
     def is_going_in_circles(self, request_id: str) -> bool:
         return any(child.is_going_in_circles(request_id) for child in self.children)

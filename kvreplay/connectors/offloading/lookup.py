@@ -55,7 +55,7 @@ class ChunkLookup:
         self._num_unknown = 0
         num_orders = state.context.num_orders
         hit = self._find(state, _limit_of(state, max_new_tokens))
-        state.waits_for_copies = hit is None and not self._num_unknown and state.context.num_orders == num_orders
+        state.is_settled = not self._num_unknown and state.context.num_orders == num_orders
         return hit
 
     def _find(self, state: RequestState, limit: int | None) -> int | None:

@@ -171,8 +171,8 @@ class RequestState:
         """At which state of the tier it was last looked up, beyond how many tokens of the GPU's, with how many."""
         self.last_answer: int | None = 0
         """None: it is undecided, and stays so while a fault keeps the answer back."""
-        self.waits_for_copies = False
-        """The last lookup is undecided only because of chunks that were being copied already."""
+        self.is_settled = False
+        """The last lookup has ordered nothing, and only copies under way could change what it found."""
         self.deferred_since_ns: int | None = None
         """Since when its lookup has been undecided."""
         self._space = space

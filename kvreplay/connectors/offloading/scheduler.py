@@ -144,9 +144,7 @@ class OffloadingScheduler:
 
     def is_asked_in_vain(self, request_id: str, *, is_idle: bool) -> bool:
         state = self.states[request_id]
-        if self._now_ns is not None:
-            return False  # it is decided when its time is up
-        if state.waits_for_copies:
+        if state.is_settled:
             return is_idle and not self.manager.may_interfere(state.context)
         is_final = state.last_question is not None and state.last_answer is None
         return is_final and self.manager.never_answers(state.context)
@@ -182,7 +180,7 @@ class OffloadingScheduler:
         if state.last_question == question and self._would_answer_alike(state):
             return state.last_answer, bool(state.last_answer)
         state.last_question = None
-        state.waits_for_copies = False
+        state.is_settled = False
         state.clear_tables()
         state.rewind()
         self._unsettled.pop(request.request_id, None)
@@ -467,6 +465,7 @@ class OffloadingScheduler:
             if self.ledger.is_stale(job_id):
                 if self.ledger.note_stale_report(job_id, count):
                     self.manager.on_reset_flushed()
+                    self.lookup_version += 1
                 continue
             job = self.ledger.jobs.get(job_id)
             if job is None:

@@ -65,7 +65,7 @@ class AdmissionLayer(RunningLayer):
             if not queue:
                 if may_settle:
                     self._scan = Scan.EXHAUSTED
-                elif self._may_ask_in_vain and not self._asks_hopefully and not out.shares and not out.made_progress:
+                elif self._is_in_vain(out):
                     self._scan = Scan.IN_VAIN
                 break
             request = queue.peek()
@@ -79,6 +79,8 @@ class AdmissionLayer(RunningLayer):
             if share is _Head.STOP or share is _Head.NOT_NOW:
                 if may_settle and share is _Head.STOP:
                     self._scan = Scan.BLOCKED
+                elif share is _Head.STOP and self._is_in_vain(out) and self._is_asked_in_vain(request):
+                    self._scan = Scan.IN_VAIN
                 break
             queue.take()
             self._ready_holding.pop(request.request_id, None)
@@ -104,6 +106,14 @@ class AdmissionLayer(RunningLayer):
             self.kv_holding_waiting.add_all(skipped_holding)
         self.waiting.prepend_all(skipped_waiting)
         return prefill_admitted
+
+    def _is_in_vain(self, out: SchedulerOutput) -> bool:
+        """Whether this scan has changed nothing, nor would the next one get other answers of those it has passed."""
+        return self._may_ask_in_vain and not self._asks_hopefully and not out.shares and not out.made_progress
+
+    def _is_asked_in_vain(self, request: Request) -> bool:
+        assert self.connector is not None
+        return self.connector.is_asked_in_vain(request.request_id, is_idle=not self.running)
 
     def _must_scan_holding(self) -> bool:
         """Parked requests without a report are passed over one by one, which changes nothing: leave them."""
@@ -192,9 +202,7 @@ class AdmissionLayer(RunningLayer):
             if external is None:
                 if self.connector.is_going_in_circles(request.request_id):
                     self.livelocked[request.request_id] = request
-                self._asks_hopefully |= not self.connector.is_asked_in_vain(
-                    request.request_id, is_idle=not self.running
-                )
+                self._asks_hopefully |= not self._is_asked_in_vain(request)
                 return False
             if self._replay_groups and not (external and self._load_brings_window(request)):
                 # What is computed again starts at a block's start.

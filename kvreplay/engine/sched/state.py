@@ -32,7 +32,7 @@ class Scan(Enum):
 
     UNKNOWN = "it may admit somebody"
     EXHAUSTED = "it passed everyone, and all who are left wait for a report"
-    IN_VAIN = "it passed everyone; who waits for no report may be decided on when blocks or lookups change"
+    IN_VAIN = "it admitted nobody, and will not until blocks or lookups change; who is asked does not change them"
     BLOCKED = "it ended at a request that does not fit; giving back or caching blocks may change that"
 
 
