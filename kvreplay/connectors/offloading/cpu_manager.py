@@ -60,7 +60,7 @@ class CPUOffloadingManager:
     def never_answers(self, context: RequestContext) -> bool:
         return False
 
-    def may_interfere(self, context: RequestContext) -> bool:
+    def may_interfere(self, context: RequestContext, *, has_found: bool) -> bool:
         return False
 
     def on_new_request(self, context: RequestContext) -> OffloadPolicy:

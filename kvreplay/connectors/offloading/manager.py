@@ -62,7 +62,7 @@ class OffloadingManager(Protocol):
         """Whether this request's lookups stay undecided, as often as they are asked."""
         ...
 
-    def may_interfere(self, context: RequestContext) -> bool:
+    def may_interfere(self, context: RequestContext, *, has_found: bool) -> bool:
         """Whether a fault may still act on a lookup of this request: how often it is asked then matters."""
         ...
 

@@ -98,8 +98,8 @@ class ManagerOverBus:
             LOOKUP in interceptor.kinds and interceptor.swallows(LOOKUP, self._conversation(LOOKUP, context))
         )
 
-    def may_interfere(self, context: RequestContext) -> bool:
-        return self._is_watched(LOOKUP, context) or self._is_watched(FOUND, context)
+    def may_interfere(self, context: RequestContext, *, has_found: bool) -> bool:
+        return self._is_watched(LOOKUP, context) or (has_found and self._is_watched(FOUND, context))
 
     def _is_watched(self, kind: str, context: RequestContext) -> bool:
         """Whether some fault may still act on such a message for this request."""

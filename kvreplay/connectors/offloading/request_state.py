@@ -173,6 +173,8 @@ class RequestState:
         """None: it is undecided, and stays so while a fault keeps the answer back."""
         self.is_settled = False
         """The last lookup has ordered nothing, and only copies under way could change what it found."""
+        self.has_found = False
+        """It came upon chunks one by one, and some of them were there, or coming."""
         self.deferred_since_ns: int | None = None
         """Since when its lookup has been undecided."""
         self._space = space

@@ -145,7 +145,7 @@ class OffloadingScheduler:
     def is_asked_in_vain(self, request_id: str, *, is_idle: bool) -> bool:
         state = self.states[request_id]
         if state.is_settled:
-            return is_idle and not self.manager.may_interfere(state.context)
+            return is_idle and not self.manager.may_interfere(state.context, has_found=state.has_found)
         is_final = state.last_question is not None and state.last_answer is None
         return is_final and self.manager.never_answers(state.context)
 

@@ -121,7 +121,7 @@ class TieringOffloadingManager:
     def never_answers(self, context: RequestContext) -> bool:
         return False
 
-    def may_interfere(self, context: RequestContext) -> bool:
+    def may_interfere(self, context: RequestContext, *, has_found: bool) -> bool:
         return False
 
     # -- requests ---------------------------------------------------------------------------------------------
