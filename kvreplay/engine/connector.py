@@ -101,7 +101,7 @@ class SchedulerConnector(Protocol):
         ...
 
     def is_asked_in_vain(self, request_id: str, *, is_idle: bool) -> bool:
-        """Whether the request's last lookup has the same answer until `lookup_version` grows, and asking changes nothing.
+        """Whether the last lookup has the same answer until `lookup_version` grows, and asking again changes nothing.
 
         `is_idle`: nobody runs, and the prefix cache stays as it is.
         """

@@ -10,6 +10,7 @@ from kvreplay.connectors.multi.config import MultiConfig
 from kvreplay.connectors.offloading.config import OffloadingConfig
 from kvreplay.errors import ConfigError
 from kvreplay.faults.catalogue import catalogue
+from kvreplay.ids import NS_PER_S
 from kvreplay.kv.specs import CIRCULAR_BUFFER, MLA, SLIDING_WINDOW_MLA, KVCacheGroupSpec
 from kvreplay.replay.config import ConnectorConfig, ReplayConfig
 from kvreplay.replay.config_load import config_from_document, config_from_json
@@ -45,6 +46,22 @@ def test_with_mooncake_first_only_the_producer_loads_from_its_tier(behaviour: st
     assert not played.violations
     loads = [(event.instance, event.num_tokens, event.status) for event in played.of("load.started", request_id="b")]
     assert sorted(loads) == [("D0", 20, None), ("P0", 12, "CPU")]  # a block is still on P
+
+
+@pytest.mark.parametrize("order", ["mooncake,offloading", "offloading,mooncake"])
+def test_nobody_asks_every_ms_whether_who_does_not_fit_could_load_more_by_now(order: Order) -> None:
+    """The producer keeps the blocks of `a`, which is never pulled, for 480 s: steps of a real engine change nothing."""
+    config = both(order)
+    options = config.connector.options
+    assert isinstance(options, MultiConfig)
+    tier = replace(options.offloading, spec_name="TieringOffloadingSpec")
+    config = replace(config, connector=replace(config.connector, options=replace(options, offloading=tier)))
+    requests = workload(request("a", prompt_tokens=60), request("b", 200, prompt_tokens=60))
+    played = play(config, requests, "bootstrap-failure:request=a")
+    sent = {event.request_id: event for event in played.of("request.finished", instance="P0")}
+    assert sent["b"].time_ns > 480 * NS_PER_S
+    assert sent["b"].step is not None
+    assert sent["b"].step < 100
 
 
 @pytest.mark.incident("M3")
