@@ -14,7 +14,7 @@ from kvreplay.sim.envelope import Delivery, Envelope
 from kvreplay.trace.workload import Workload
 from kvreplay.verdict.model import Summary
 from tests.scenarios.offload_stage import offloading, there_and_back
-from tests.scenarios.stage import judge, play
+from tests.scenarios.stage import judge, play, request, workload
 
 TIERED: dict[str, Any] = {"spec_name": "TieringOffloadingSpec", "cpu_chunks": 15}
 """`f` drives the chunks of `a` out of the CPU tier too: what `b` finds is in storage."""
@@ -139,6 +139,20 @@ def test_whose_lookup_goes_in_circles_is_told_so(tmp_path: Path) -> None:
     (stall,) = summary.stalled
     assert (stall.request_id, stall.fault) == ("b", *inject)
     assert stall.waiting_on == "progress: its lookup keeps the connector busy, and is never decided"
+
+
+def test_who_waits_for_what_another_asks_for_in_circles_goes_in_circles_too(tmp_path: Path) -> None:
+    """`c` has the prompt of `b` and more, for which `b` leaves the tier no room: it orders nothing, again and again."""
+    config = offloading(**TIERED | {"cpu_chunks": 4}, scheduler={"max_num_batched_tokens": 16})
+    requests = workload(
+        request("a", prompt_tokens=24, text="abcdef"),
+        request("f", 500, prompt_tokens=60),
+        request("b", 1500, prompt_tokens=16, text="abcd"),
+        request("c", 1500, prompt_tokens=24, text="abcdef"),
+    )
+    summary = judge(tmp_path, config, requests, "offload.promotion-fail")
+    in_circles = "progress: its lookup keeps the connector busy, and is never decided"
+    assert [(stall.request_id, stall.waiting_on) for stall in summary.stalled] == [("b", in_circles), ("c", in_circles)]
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

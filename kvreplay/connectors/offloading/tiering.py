@@ -111,6 +111,8 @@ class TieringOffloadingManager:
         self._next_job_id = 0
         self._jobs: dict[int, tuple[TierJob, int]] = {}
         self._promotions: dict[int, dict[str, _Promotion]] = {}
+        self._refused: dict[str, RequestContext] = {}
+        """Who was refused a promotion in this step."""
         self._requests: dict[str, _RequestInTiers] = {}
         self._has_polled = False
         """In this step."""
@@ -182,6 +184,7 @@ class TieringOffloadingManager:
             self.on_promote(key, context, plan)
         if plan is None:
             self.num_promotion_failures += 1
+            self._refused[context.req_id] = context
             return False
         promotion = self._promotions.setdefault(index, {}).setdefault(context.req_id, _Promotion(context))
         promotion.keys += plan.keys.tolist()
@@ -308,8 +311,12 @@ class TieringOffloadingManager:
             for promotion in promotions.values():
                 keys, chunk_ids = np.array(promotion.keys, np.int64), np.array(promotion.chunk_ids, np.int64)
                 promotion.context.num_promotions += 1
+                self._refused.pop(promotion.context.req_id, None)
                 self.tiers[index].submit_load(self._open(index, keys, chunk_ids, promotion.context, is_promotion=True))
         self._promotions.clear()
+        for context in self._refused.values():
+            context.num_refusals += 1
+        self._refused.clear()
         for req_id, request in list(self._requests.items()):
             request.found.clear()
             if request.parked:
