@@ -110,7 +110,9 @@ class AdmissionLayer(RunningLayer):
 
     def _is_in_vain(self, out: SchedulerOutput) -> bool:
         """Whether this scan has changed nothing, nor would the next one get other answers of those it has passed."""
-        return self._may_ask_in_vain and not self._asks_hopefully and not out.shares and not out.made_progress
+        if not self._may_ask_in_vain or self._in_flight is not None:
+            return False
+        return not (self._asks_hopefully or out.shares or out.made_progress)
 
     def _is_asked_in_vain(self, request: Request) -> bool:
         assert self.connector is not None

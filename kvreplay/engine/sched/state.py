@@ -168,7 +168,7 @@ class SchedulerState:
         self._asks_again = not is_pure or config.prefill_schedule_interval != 1
         # What a scan passes over may fit another step's drafts.
         self._may_settle = not self._asks_again and not self._is_async and speculation is None
-        self._may_ask_in_vain = not is_pure and config.prefill_schedule_interval == 1 and not self._is_async
+        self._may_ask_in_vain = not is_pure and config.prefill_schedule_interval == 1
         self._asks_hopefully = False
         """In this scan some lookup stayed undecided that may be decided the next time."""
         self._explicit: dict[str, Request] = {}
