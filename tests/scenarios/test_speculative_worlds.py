@@ -5,7 +5,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvreplay.replay.config import ReplayConfig
+from kvreplay.replay.config import ReplayConfig, SpeculativeConfig
 from kvreplay.trace.workload import Workload
 from tests.scenarios.hybrid_worlds import hybrid_worlds
 from tests.scenarios.random_worlds import ENGINE_FAULTS, PAIR_FAULTS, World, worlds
@@ -99,3 +99,12 @@ def test_with_a_cpu_tier_0_33_breaks_no_law_without_faults(
     config, clients, _, _ = world
     played = play(config, clients, behaviour=MENDED)
     assert not played.of("violation", "engine.crashed", "request.stalled")
+
+
+def test_less_than_a_chunk_beyond_what_the_gpu_holds_is_no_hit_withheld() -> None:
+    """The GPU has the first half of a chunk, which the tier has whole: to load the other half is not worth it."""
+    rng = Random(2158)
+    config, _ = a_config(rng)
+    config = with_drafts(config, SpeculativeConfig(num_speculative_tokens=1, method="eagle", draft_pass_ns=1_000_003))
+    played = play(config, some_clients(rng), behaviour=MENDED)
+    assert not played.of("violation")
