@@ -5,12 +5,15 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvreplay.replay.config import ReplayConfig, SpeculativeConfig
+from kvreplay.engine.config import SpeculativeConfig
+from kvreplay.ids import NS_PER_MS
+from kvreplay.replay.config import ReplayConfig
 from kvreplay.trace.workload import Workload
 from tests.scenarios.hybrid_worlds import hybrid_worlds
+from tests.scenarios.offload_stage import offloading
 from tests.scenarios.random_worlds import ENGINE_FAULTS, PAIR_FAULTS, World, worlds
 from tests.scenarios.speculative_worlds import drafters, speculating, with_drafts, without_drafts
-from tests.scenarios.stage import play
+from tests.scenarios.stage import play, request, workload
 from tests.scenarios.test_hybrids import found
 from tests.scenarios.test_offload_worlds import a_config, overlapping, some_clients, some_faults
 from tests.scenarios.test_properties import check_blocks, check_every_request_is_accounted_for, check_outputs
@@ -108,3 +111,14 @@ def test_less_than_a_chunk_beyond_what_the_gpu_holds_is_no_hit_withheld() -> Non
     config = with_drafts(config, SpeculativeConfig(num_speculative_tokens=1, method="eagle", draft_pass_ns=1_000_003))
     played = play(config, some_clients(rng), behaviour=MENDED)
     assert not played.of("violation")
+
+
+def test_a_search_that_is_given_up_withholds_nothing() -> None:
+    """What `c` could hit is being loaded for `b` by a copy that hangs: it waits for 5 s, and computes its prompt."""
+    config = with_drafts(offloading(num_gpu_blocks=40), SpeculativeConfig(num_speculative_tokens=1, method="mtp"))
+    at_ms = {"a": 0, "b": 400, "c": 410}
+    clients = workload(*(request(name, at, prompt_tokens=20, text="abcde") for name, at in at_ms.items()))
+    played = play(config, clients, "cache.reset:at=300ms,what=gpu", "offload.copy-hang:request=b", behaviour="ideal")
+    assert not played.of("violation")
+    (first_token,) = played.of("request.first_token", request_id="c")
+    assert 5_410 < first_token.time_ns / NS_PER_MS < 5_450

@@ -43,7 +43,7 @@ class StepObserver(Protocol):
     def store_ended(self, job_id: int, req_id: str, num_blocks: int, failure: str | None) -> None: ...
 
     def looked_up(self, state: RequestState, hit: int) -> None:
-        """Of models of which too little is kept in a window, or with a drafter."""
+        """Of models of which too little is kept in a window, or with a drafter; not of a search that is given up."""
         ...
 
 
@@ -191,9 +191,10 @@ class OffloadingScheduler:
         hit: int | None = 0
         if not request.skip_reading_prefix_cache and state.num_lost_loads <= _MAX_RETRIES:
             bound = None if self._max_loadable is None else self._max_loadable(request, num_computed_tokens)
-            hit = self._bounded(state, self.lookup.find(state, bound))
-            if self._hits_may_be_short and hit is not None and bound is None and self._observer is not None:
-                self._observer.looked_up(state, hit)
+            found = self.lookup.find(state, bound)
+            hit = self._bounded(state, found)
+            if self._hits_may_be_short and found is not None and bound is None and self._observer is not None:
+                self._observer.looked_up(state, found)
             if hit is None:
                 is_final = self.manager.never_answers(state.context)
             else:
