@@ -50,7 +50,7 @@ def longest_valid_prefix(
         kept = _valid_tokens(scheduler.kv, request, is_bad, computed_before, limit)
         affected.append(request.request_id)
         recovery.note_failed_load(request, computed_before, kept, "blocks", held_bad)
-        recovery.forget_taint(request)
+        request.forget_taint()
         if scheduler.connector is not None:
             scheduler.connector.note_invalid(request, kept)
         recovery.evict(_forget_from(scheduler.kv, request, kept))

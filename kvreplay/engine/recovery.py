@@ -160,13 +160,6 @@ class Recovery:
         if scheduler.on_invalid_evicted is not None:
             scheduler.on_invalid_evicted(evicted)
 
-    @staticmethod
-    def forget_taint(request: Request) -> None:
-        """What it has read wrong is computed again, and so is what it wrote after that."""
-        request.taint = 0
-        request.tainted_by = None
-        request.clean_until = 0  # what it is left with is looked at once more
-
     def note_failed_load(
         self, request: Request, promised: int, kept: int, level: str, block_ids: list[int] | None
     ) -> None:
@@ -199,7 +192,7 @@ def truncate_at_invalid(
         if not len(bad_places):
             continue
         affected.append(request.request_id)
-        recovery.forget_taint(request)
+        request.forget_taint()
         bad = ids[bad_places].tolist()
         mine = [place for place, block_id in zip(bad_places.tolist(), bad, strict=True) if block_id not in marked]
         marked.update(bad)

@@ -198,5 +198,11 @@ class Request:
         self.lookup_answer: object = None
         self.lookup_count = 0
 
+    def forget_taint(self) -> None:
+        """What it has read wrong is computed again, and so is what it wrote after that."""
+        self.taint = 0
+        self.tainted_by = None
+        self.clean_until = 0  # what it is left with is looked at once more
+
     def __repr__(self) -> str:
         return f"Request({self.request_id}, {self.status.name}, {self.num_computed_tokens}/{self.num_tokens})"

@@ -99,7 +99,7 @@ class WorkerModel(ConnectorMemory):
         for share in shares:
             if self._read(share, share.start, self._token_groups):
                 self._write(share.request, share.start, share.end)  # what it has computed in this step is wrong, too
-            share.request.clean_until = share.end
+            self._note_computed(share.request, share.end)
 
     def _execute_speculating(self, shares: Sequence[Share]) -> None:
         """The same, for shares whose last tokens are drafts."""
@@ -115,7 +115,15 @@ class WorkerModel(ConnectorMemory):
         for share, (start, end, drafted_end) in zip(shares, spans, strict=True):
             if self._read(share, start, self._token_groups):
                 self._write_drafting(share.request, start, end, drafted_end)
-            share.request.clean_until = end
+            self._note_computed(share.request, end)
+
+    @staticmethod
+    def _note_computed(request: Request, end: int) -> None:
+        if request.drop_stale_output and request.num_stale_output_tokens:
+            # The step was in flight when its load was found to have failed: what it has read is computed anew.
+            request.forget_taint()
+        else:
+            request.clean_until = end
 
     @staticmethod
     def _computed(share: Share) -> tuple[int, int, int]:

@@ -2,6 +2,7 @@
 
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,3 +123,24 @@ def test_a_search_that_is_given_up_withholds_nothing() -> None:
     assert not played.of("violation")
     (first_token,) = played.of("request.first_token", request_id="c")
     assert 5_410 < first_token.time_ns / NS_PER_MS < 5_450
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("seed", "method", "num_drafts", "overlaps"),
+    [
+        (10185, "ngram", 2, True),  # a step was in flight when the load of the one before it was found to have failed
+        (12148, "eagle", 3, False),  # the event is lost that says that a load failed, for which its step waits
+    ],
+)
+def test_ideally_no_load_that_a_step_waits_for_fails_unseen(
+    seed: int, method: str, num_drafts: int, *, overlaps: bool, recompute: bool
+) -> None:
+    rng = Random(seed)
+    config, has_tier = a_config(rng)
+    clients, faults = some_clients(rng), some_faults(rng, has_tier=has_tier)
+    speculative = SpeculativeConfig(num_speculative_tokens=num_drafts, method=method, draft_pass_ns=1_000_003)
+    config = with_drafts(config, speculative)
+    config = overlapping(config) if overlaps else config
+    played = play(config, clients, *faults, behaviour="ideal", recompute=recompute, seed=seed)
+    assert not played.of("violation", "engine.crashed", "request.stalled")

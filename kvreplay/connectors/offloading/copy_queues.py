@@ -219,6 +219,14 @@ class CopyQueues:
                 reply_index=1,
             )
         )
+        if job.is_sync and self._timeout_ns is not None:
+            # The step that waits for it sees how it ended, whatever becomes of the event.
+            copy.deadlines.append(self._deadlines.at(now_ns + 1, self._on_unheard, copy))
+
+    def _on_unheard(self, copy: _Copy, now_ns: int) -> None:
+        if copy.result is None:
+            cause = None if copy.is_good else "checksum mismatch"
+            self._settle(copy, CopyResult(copy.job.job_id, copy.is_good, cause, copy.queue))
 
     def _move_words(self, copy: _Copy) -> None:
         if not copy.has_moved:

@@ -46,7 +46,7 @@ def whole_request(
         affected.append(request.request_id)
         computed_before = request.num_computed_tokens - scheduled.get(request.request_id, 0)
         recovery.note_failed_load(request, computed_before, 0, "blocks", held_bad)
-        recovery.forget_taint(request)
+        request.forget_taint()
         request.num_computed_tokens = 0
         for ids in tables:
             downstream.update(dict.fromkeys(ids[ids != NULL_BLOCK_ID].tolist()))
