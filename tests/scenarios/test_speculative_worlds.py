@@ -30,8 +30,9 @@ def test_one_engine_breaks_no_law(world: World) -> None:
     check_outputs(played)
 
 
-MENDED = "vllm-0.33 aligned_lookahead=progress"
-"""Without the hazard of 0.33 that has nothing to do with what is drawn here: chunks that end as none."""
+MENDED = "vllm-0.33 aligned_lookahead=progress block_estimates=exact offload_promotions=request"
+"""Without the hazards of 0.33 that have nothing to do with what is drawn here: chunks that end as none, estimates of
+blocks that are too low, promotions that evict each other."""
 
 
 @settings(max_examples=60, deadline=None)
