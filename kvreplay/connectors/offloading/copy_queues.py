@@ -202,9 +202,7 @@ class CopyQueues:
         self._move_words(copy)
         self.num_bytes[copy.queue] += copy.size_bytes
         self.busy_ns[copy.queue] += copy.end_ns - copy.start_ns
-        job = copy.job
-        cause = None if copy.is_good else "checksum mismatch"
-        result = CopyResult(job.job_id, copy.is_good, cause, copy.queue)
+        job, result = copy.job, _outcome(copy)
         if not self._announces():
             self._settle(copy, result)
             return
@@ -225,8 +223,7 @@ class CopyQueues:
 
     def _on_unheard(self, copy: _Copy, now_ns: int) -> None:
         if copy.result is None:
-            cause = None if copy.is_good else "checksum mismatch"
-            self._settle(copy, CopyResult(copy.job.job_id, copy.is_good, cause, copy.queue))
+            self._settle(copy, _outcome(copy))
 
     def _move_words(self, copy: _Copy) -> None:
         if not copy.has_moved:
@@ -260,6 +257,11 @@ class CopyQueues:
     def _cancel(self, copy: _Copy) -> None:
         for deadline in copy.deadlines:
             self._deadlines.cancel(deadline)
+
+
+def _outcome(copy: _Copy) -> CopyResult:
+    """Of one that has moved its words."""
+    return CopyResult(copy.job.job_id, copy.is_good, None if copy.is_good else "checksum mismatch", copy.queue)
 
 
 def conversation_of(address: str, job: TransferJob) -> str:
