@@ -39,7 +39,7 @@ def short_window(
             num_hits = lookup.leading_hits(group_state.keys[local // size : end // size], state)
             end = min(end, (local // size + (num_hits or 0)) * size)
     end -= end % alignment
-    if end <= local + hit or end < local + _least_load(state):
+    if end < _least_end(state, hit):
         return None
     for index, mask in enumerate(masks):
         if mask.is_short:
@@ -93,16 +93,17 @@ def withheld_hit(state: RequestState, hit: int, drafters: Collection[int], looku
         )
     unit = lcm(*sizes.values())
     end -= end % unit
-    least = local + max(hit + 1, _least_load(state))
-    for boundary in range(end, max(least - 1, end - _MOST_BOUNDARIES * unit), -unit):
+    for boundary in range(end, max(_least_end(state, hit) - 1, end - _MOST_BOUNDARIES * unit), -unit):
         if all(_has_window(group_state, boundary, state, lookup) for group_state in windowed):
             return WithheldHit(hit, boundary - local)
     return None
 
 
-def _least_load(state: RequestState) -> int:
-    """Tokens: less than a chunk of any group is not worth a load, also where the GPU holds the beginning of one."""
-    return max(group_state.group.tokens_per_chunk for group_state in state.groups)
+def _least_end(state: RequestState, hit: int) -> int:
+    """Where a longer hit would end at least. Less than a chunk of any group is not worth a load, also where the GPU
+    holds the beginning of one."""
+    least_load = max(group_state.group.tokens_per_chunk for group_state in state.groups)
+    return state.num_local_tokens + max(hit + 1, least_load)
 
 
 def _has_window(group_state: GroupState, end: int, state: RequestState, lookup: ChunkLookup) -> bool:

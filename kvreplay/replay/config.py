@@ -291,30 +291,28 @@ class ReplayConfig:
 
     def num_parts(self, role: Role) -> int:
         """Into how many different parts the ranks of an instance cut a block."""
-        tp_size, pp_size = self.topology.parallel_sizes(role)
-        heads = 1 if self.model.use_mla else self.model.num_kv_heads
-        return pp_size * (tp_size if heads is None else min(tp_size, heads))
+        cut = Sharding.of(self._heads, [self.topology.parallel_sizes(role)])
+        return cut.num_units * cut.num_stages
 
     def is_replicated(self, role: Role) -> bool:
         """Whether an instance keeps one copy in its CPU tier for all ranks, which hold the same (vLLM:
         offloading/config.py, replicated_layout: neither stages nor states)."""
         tp_size, pp_size = self.topology.parallel_sizes(role)
-        return self.model.use_mla and tp_size > 1 and pp_size == 1 and not self._has_states
+        return self._heads.is_mla and tp_size > 1 and pp_size == 1 and not self._heads.has_states
 
     @property
     def sharding(self) -> Sharding:
         """How every engine's KV memory is cut."""
-        model = self.model
-        heads = HeadLayout(
-            num_kv_heads=model.num_kv_heads,
-            is_mla=model.use_mla,
-            has_states=self._has_states,
-        )
-        return Sharding.of(heads, [self.topology.parallel_sizes(role) for role in self.topology.roles])
+        return Sharding.of(self._heads, [self.topology.parallel_sizes(role) for role in self.topology.roles])
 
     @property
-    def _has_states(self) -> bool:
-        return any(group.kind == MAMBA for group in self.model.groups)
+    def _heads(self) -> HeadLayout:
+        model = self.model
+        return HeadLayout(
+            num_kv_heads=model.num_kv_heads,
+            is_mla=model.use_mla,
+            has_states=any(group.kind == MAMBA for group in model.groups),
+        )
 
     @property
     def hash_block_size(self) -> int:

@@ -57,10 +57,8 @@ class RequestContext:
     """Its place among requests in an LRU tier; drawn at its first store or load."""
     rank_generation: int = 0
     params: Mapping[str, Any] = field(default_factory=dict)
-    num_promotions: int = 0
-    """Copies from a secondary tier that its lookups have ordered."""
-    num_refusals: int = 0
-    """Steps in which they ordered none, since there was no room for what they wanted."""
+    num_attempts: int = 0
+    """Copies from a secondary tier that its lookups have ordered, and steps in which there was no room for any."""
     num_orders: int = 0
     """Chunks that its lookups have asked for from a secondary tier, whether or not there was room for them."""
     is_bounded: bool = False
@@ -69,7 +67,7 @@ class RequestContext:
     @property
     def is_going_in_circles(self) -> bool:
         """No lookup needs so many: they evict each other, or leave each other no room."""
-        return self.num_promotions + self.num_refusals > MAX_PROMOTIONS and not self.is_bounded
+        return self.num_attempts > MAX_PROMOTIONS and not self.is_bounded
 
 
 def context_of(req_id: str, params: Mapping[str, Any] | None) -> RequestContext:

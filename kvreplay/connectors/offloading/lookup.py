@@ -48,17 +48,14 @@ class ChunkLookup:
         self.observer: Observer | None = None
         self._num_unknown = 0
         """Of this search: chunks of which the manager does not know yet."""
-        self._has_found = False
-        """Some chunk that was asked for is there, or coming."""
         self._is_plain = len(layout.groups) == 1 and not layout.windowed and not layout.groups[0].is_drafter
 
     def find(self, state: RequestState, max_new_tokens: int | None = None) -> int | None:
         """Tokens beyond the local hit that can be loaded; None: ask again later."""
-        self._num_unknown, self._has_found = 0, False
+        self._num_unknown, state.has_found = 0, False
         num_orders = state.context.num_orders
         hit = self._find(state, _limit_of(state, max_new_tokens))
         state.is_settled = not self._num_unknown and state.context.num_orders == num_orders
-        state.has_found = self._has_found
         return hit
 
     def _find(self, state: RequestState, limit: int | None) -> int | None:
@@ -112,7 +109,7 @@ class ChunkLookup:
     def ask(self, key: int, state: RequestState) -> LookupResult:
         result = self.manager.lookup(key, state.context)
         self._num_unknown += result is LookupResult.RETRY
-        self._has_found |= result is not LookupResult.RETRY and result is not LookupResult.MISS
+        state.has_found |= result is not LookupResult.RETRY and result is not LookupResult.MISS
         if self.observer is not None:
             self.observer(key, result)
         return result

@@ -63,7 +63,8 @@ class OffloadingManager(Protocol):
         ...
 
     def may_interfere(self, context: RequestContext, *, has_found: bool) -> bool:
-        """Whether a fault may still act on a lookup of this request: how often it is asked then matters."""
+        """Whether a fault may still act on a lookup of this request: how often it is asked then matters. `has_found`:
+        its last one has come upon chunks that are there, or coming."""
         ...
 
     def on_new_request(self, context: RequestContext) -> OffloadPolicy: ...

@@ -310,12 +310,12 @@ class TieringOffloadingManager:
         for index, promotions in self._promotions.items():
             for promotion in promotions.values():
                 keys, chunk_ids = np.array(promotion.keys, np.int64), np.array(promotion.chunk_ids, np.int64)
-                promotion.context.num_promotions += 1
+                promotion.context.num_attempts += 1
                 self._refused.pop(promotion.context.req_id, None)
                 self.tiers[index].submit_load(self._open(index, keys, chunk_ids, promotion.context, is_promotion=True))
         self._promotions.clear()
         for context in self._refused.values():
-            context.num_refusals += 1
+            context.num_attempts += 1
         self._refused.clear()
         for req_id, request in list(self._requests.items()):
             request.found.clear()

@@ -76,12 +76,13 @@ class AdmissionLayer(RunningLayer):
                 share: Share | _Head = _Head.SKIP
             else:
                 share = self._admit(request, threshold, out, defer_prefills=defer_prefills)
-            if share is _Head.STOP or share is _Head.NOT_NOW:
-                if share is _Head.STOP:
-                    if may_settle:
-                        self._scan = Scan.BLOCKED
-                    elif self._is_in_vain(out) and self._is_asked_in_vain(request):
-                        self._scan = Scan.IN_VAIN
+            if share is _Head.NOT_NOW:
+                break
+            if share is _Head.STOP:
+                if may_settle:
+                    self._scan = Scan.BLOCKED
+                elif self._is_in_vain(out) and self._is_asked_in_vain(request):
+                    self._scan = Scan.IN_VAIN
                 break
             queue.take()
             self._ready_holding.pop(request.request_id, None)
