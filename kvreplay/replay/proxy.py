@@ -15,6 +15,7 @@ from kvreplay.replay.config import Role, Routing, TopologyConfig
 from kvreplay.replay.node import Leg, OnEnd
 from kvreplay.sim.bus import Bus, owner_of
 from kvreplay.sim.envelope import CLIENT_ABORT, CLIENT_ARRIVAL, Command, Envelope
+from kvreplay.sim.event_loop import Timer
 from kvreplay.trace.workload import Arrival, Workload
 
 PROXY = "proxy"
@@ -99,6 +100,8 @@ class Proxy:
         self._aborts_both = aborts_both
         self._computing: dict[str, Server] = {}
         """The same → the producer of each, where it is to hear of an abort; once it has been told it is not here."""
+        self._patience: dict[str, Timer] = {}
+        """When clients go away: nobody waits for that once their requests are over."""
         self.num_ended = 0
         for node in nodes:
             node.on_end = partial(self._ended, node)
@@ -111,7 +114,8 @@ class Proxy:
         for place, arrival in enumerate(self._workload.arrivals):
             loop.call_at(arrival.time_ns, partial(self._arrive, place, arrival))
         for abort in self._workload.aborts:
-            loop.call_at(abort.time_ns, partial(self._abort_at_its_time, abort.request_id))
+            timer = loop.call_at(abort.time_ns, partial(self._abort_at_its_time, abort.request_id))
+            self._patience.setdefault(abort.request_id, timer)
 
     # -- requests ---------------------------------------------------------------------------------------------
 
@@ -203,6 +207,7 @@ class Proxy:
         del self._serving[request_id]
         self._computing.pop(request_id, None)
         self._unsent.pop(request_id, None)
+        self._bus.loop.cancel(self._patience.pop(request_id, None))
         self.num_ended += 1
 
     def _prefill_failed(self, request_id: str) -> None:

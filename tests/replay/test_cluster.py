@@ -29,6 +29,11 @@ class TestStalls:
         played = play(single(), ONE)
         assert played.cluster.loop.now_ns < NS_PER_S
 
+    def test_nor_do_clients_who_would_have_given_up_what_is_over(self) -> None:
+        played = play(single(), workload(request("a"), request("b"), aborts=[("a", 60_000), ("b", 5)]))
+        assert played.cluster.loop.now_ns < NS_PER_S
+        assert {event.request_id for event in played.of("request.aborted")} == {"b"}
+
 
 class TestHealing:
     def test_the_dead_come_back(self) -> None:

@@ -1,0 +1,119 @@
+"""What must hold of any run, whatever is in it: what it says is the same however it is asked."""
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, Final
+
+from kvreplay.cli.app import run_app
+from tests.random_runs.cases import Case
+
+_VERDICTS: Final = (0, 3, 4, 5)
+_OF_THE_MOMENT: Final = ("wall_seconds",)
+
+
+class Shell:
+    """Runs commands in this process, on files of one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def run(self, *arguments: str) -> tuple[int, str, str]:
+        """Exit status, and what is written to stdout and stderr."""
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            status = run_app(list(arguments))
+        return status, out.getvalue(), err.getvalue()
+
+    def path(self, name: str) -> str:
+        return str(self.folder / name)
+
+
+def complaints(case: Case, shell: Shell) -> Iterator[str]:
+    """What is wrong with the runs of this case, a line each."""
+    status, _, err = shell.run("synth", "-o", shell.path("in.parquet"), *case.workload)
+    if status:
+        yield f"synth: {err}"
+        return
+    needed = _blocks_needed(case, shell)
+    if needed is None:
+        return
+    (shell.folder / "c.toml").write_text(case.config.format(blocks=needed + case.blocks))
+    arguments = ["--config", shell.path("c.toml"), *case.arguments]
+    status, out, err = shell.run("run", shell.path("in.parquet"), *arguments, "--json")
+    if status == 2:
+        if not re.fullmatch(r"error: [^\n]+\n", err):
+            yield f"a refusal is one line, not {err!r}"
+        return
+    if status not in _VERDICTS:
+        yield f"exit status {status}: {err[-2000:]}"
+        return
+    verdict = json.loads(out)
+    if verdict["exit_status"] != status:
+        yield f"exit status {status}, told {verdict['exit_status']}"
+    if case.is_ideal:
+        yield from _ideal(verdict)
+    yield from _same_however_asked(case, shell, arguments, verdict)
+
+
+def _blocks_needed(case: Case, shell: Shell) -> int | None:
+    """None: the case is refused for another reason."""
+    (shell.folder / "c.toml").write_text(case.config.format(blocks=2))
+    status, _, err = shell.run("run", shell.path("in.parquet"), "--config", shell.path("c.toml"))
+    found = re.search(r": (\d+) are needed", err)
+    assert status == 2, err
+    return int(found[1]) if found else None
+
+
+def _ideal(verdict: dict[str, Any]) -> Iterator[str]:
+    for violation in verdict["violations"]:
+        yield f"ideal violates {violation}"
+    for crash in verdict["crashes"]:
+        if not (crash["fault"] or "").startswith("engine.step-raises"):
+            yield f"ideal dies: {crash}"
+    if verdict["verdict"] not in ("passed", "crashed"):
+        yield f"ideal: {verdict['verdict']}, {verdict['reasons']}"
+
+
+def _same_however_asked(case: Case, shell: Shell, arguments: list[str], verdict: dict[str, Any]) -> Iterator[str]:
+    names = {}
+    for detail in ("run", "steps", "blocks"):
+        names[detail] = shell.path(f"{detail}.parquet")
+        status, out, err = shell.run(
+            "run", shell.path("in.parquet"), *arguments, "--json", "-o", names[detail], "--detail", detail
+        )
+        if status not in _VERDICTS:
+            yield f"--detail {detail}: exit status {status}: {err[-2000:]}"
+            continue
+        told = json.loads(out)
+        # With an event for each block FENCE sees more.
+        if detail != "blocks" or not (verdict["violations"] or told["violations"]):
+            yield from _differences(f"--detail {detail}", verdict, told)
+        _, out, _ = shell.run("report", names[detail], "--json")
+        yield from _differences(f"report of --detail {detail}", told, json.loads(out))
+    first = Path(names["run"]).read_bytes()
+    shell.run("run", shell.path("in.parquet"), *arguments, "-o", names["run"])
+    if Path(names["run"]).read_bytes() != first:
+        yield "another run writes other bytes"
+    if not case.faults:
+        _, out, _ = shell.run("run", names["run"], *arguments, "--json")
+        again = json.loads(out)
+        if again["fingerprint"] != verdict["fingerprint"]:
+            yield f"its own output replays to {again['fingerprint']}, not {verdict['fingerprint']}"
+    if not verdict["violations"]:
+        _, out, _ = shell.run("run", shell.path("in.parquet"), *arguments, "--json", "--set", "kv.check=off")
+        yield from _differences("kv.check=off", verdict, json.loads(out))
+
+
+def _differences(what: str, expected: dict[str, Any], told: dict[str, Any]) -> Iterator[str]:
+    for key in expected:
+        if key not in _OF_THE_MOMENT and key != "in_effect" and expected[key] != told.get(key):
+            yield f"{what}: {key} is {_cut(told.get(key))}, not {_cut(expected[key])}"
+
+
+def _cut(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 400 else text[:400] + "..."
