@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import polars as pl
@@ -11,6 +11,7 @@ import polars as pl
 from kvreplay.checkers.finding import NO_FATAL, Finding, recorded_findings
 from kvreplay.checkers.frames import rows_of
 from kvreplay.checkers.no_fatal import is_action_on_instance, is_of_whole_instance, unfaulted_failures
+from kvreplay.faults.catalogue import catalogue
 from kvreplay.ids import NS_PER_S, nanoseconds
 from kvreplay.sim.event_loop import FOREVER_NS
 from kvreplay.verdict import counts
@@ -23,6 +24,7 @@ from kvreplay.verdict.transfers import transfers
 from kvreplay.verdict.verdict import Verdict, judge
 
 _Cause = TypeVar("_Cause", Stall, Crash)
+_RAISING: Final = [name for name, row in catalogue().items() if row.verb == "step-raises"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +147,11 @@ def _deaths(frame: pl.DataFrame, faults: pl.DataFrame, requests: pl.DataFrame) -
     rows = rows_of(frame, ["engine.crashed"], "instance", "time_ns", "step", "status", "cause").collect()
     places = requests.select("request_id", "serving", "producer")
     acted = faults.join(places, on="request_id", how="left", maintain_order="left")
-    behind = [_last_fault(acted, *death) for death in rows.select("instance", "time_ns").rows()]
+    behind = []
+    last_death: dict[str | None, int] = {}
+    for instance, time_ns in rows.select("instance", "time_ns").rows():
+        behind.append(_fault_behind(acted, instance, last_death.get(instance, -1), time_ns))
+        last_death[instance] = time_ns
     return rows.with_columns(fault=pl.Series(behind, dtype=pl.String))
 
 
@@ -160,10 +166,13 @@ def _crash(row: Mapping[str, Any]) -> Crash:
     )
 
 
-def _last_fault(acted: pl.DataFrame, instance: str | None, until_ns: int) -> str | None:
+def _fault_behind(acted: pl.DataFrame, instance: str | None, after_ns: int, until_ns: int) -> str | None:
+    """The last one there before a death, but that which has a step raise, since the last death, comes before others."""
     is_there = pl.any_horizontal(pl.col("instance", "peer", "serving", "producer") == instance)
     rows = acted.filter(is_there, pl.col("time_ns") <= until_ns)
-    return None if rows.is_empty() else rows["cause"][-1] or rows["status"][-1]
+    raising = rows.filter(pl.col("status").is_in(_RAISING), pl.col("time_ns") > after_ns)
+    chosen = rows if raising.is_empty() else raising
+    return None if chosen.is_empty() else chosen["cause"][-1] or chosen["status"][-1]
 
 
 def _violations(attached: Attached, faults: pl.DataFrame) -> list[Violation]:

@@ -67,14 +67,16 @@ def draw(seed: int) -> Case:
         options += ["--behaviour", f"{name}={rng.choice(list(switch['values']))}"]
     if profile != "ideal" and rng.random() < 0.4:
         options += ["--policy", rng.choice(("fail", "recompute"))]
+    config = _config(rng, kind)
     return Case(
         seed=seed,
         workload=tuple(_workload(rng)),
-        config=_config(rng, kind),
+        config=config,
         blocks=rng.choice((0, 3, 40, 400)),
         options=tuple(options),
         faults=tuple(fault for fault in faults if fault is not None),
-        is_ideal=profile == "ideal",
+        # Whose policy is to fail loses requests to timeouts shorter than its queue, which no fault names.
+        is_ideal=profile == "ideal" and 'policy = "fail"' not in config,
     )
 
 
@@ -111,7 +113,12 @@ def _config(rng: random.Random, kind: str) -> str:
         lines += [f"instances = {rng.randint(1, 2)}"]
     if kind in ("mooncake", "multi", "offloading"):
         lines += [f"tp = {rng.choice((1, 1, 2))}", f"pp = {rng.choice((1, 1, 1, 2))}"]
+    if rng.random() < 0.3:
+        lines.append('proxy_decode = "least_loaded"')
     lines += ["[connector]", f'kind = "{kind}"', *_connector(rng, kind)]
+    if kind in ("mooncake", "multi") and rng.random() < 0.4:
+        lines += ["[network]", f"latency_ns = {rng.choice((10_000, 50_000_000, 2_000_000_000))}"]
+        lines.append(f"bandwidth_bytes_per_s = {rng.choice((200_000, 50_000_000_000))}")
     budget = rng.choice((128, 512, 4096))
     lines += [
         "[scheduler]",
@@ -122,6 +129,7 @@ def _config(rng: random.Random, kind: str) -> str:
         f"long_prefill_token_threshold = {rng.choice((0, 0, 64))}",
         "[cache]",
         f"enable_prefix_caching = {_word(rng.random() < 0.9)}",
+        *([f"prefix_cache_retention_interval = {rng.choice((0, 64, 256))}"] if rng.random() < 0.2 else []),
     ]
     speculation = _speculation(rng) if kind in ("none", "offloading") and rng.random() < 0.3 else []
     check = rng.choice(("on", "on", "every-read"))
@@ -141,6 +149,13 @@ def _connector(rng: random.Random, kind: str) -> list[str]:
         # Slow copies and links overlap with more.
         lines.append(f"load_bytes_per_s = {rng.choice((10_000_000, 40_000_000_000))}")
         lines.append(f"store_bytes_per_s = {rng.choice((10_000_000, 40_000_000_000))}")
+        if "Tiering" in lines[-6]:
+            lines.append(f"tier_bytes = {_BLOCK_BYTES * 4 * rng.choice((50, 1000))}")
+    if kind in ("mooncake", "multi"):
+        lines.append(f"abort_request_timeout = {rng.choice((480, 480, 20, 3))}")
+        lines.append(f"num_workers = {rng.choice((10, 10, 1))}")
+        policy = rng.choice((None, None, "fail", "recompute"))
+        lines += [] if policy is None else [f'kv_load_failure_policy = "{policy}"']
     if kind == "multi":
         lines.append(f'connectors = "{rng.choice(("mooncake,offloading", "offloading,mooncake"))}"')
     return lines

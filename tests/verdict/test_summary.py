@@ -304,6 +304,18 @@ def test_without_a_sign_of_it_work_ends_with_the_sample_that_shows_it(sum_up: Su
     assert (idle.busy, idle.busy_until_s) == (None, None)
 
 
+def test_a_step_that_was_made_to_raise_is_behind_a_death_whatever_came_between(sum_up: SumUp) -> None:
+    raises, resets = "engine.step-raises", "cache.reset"
+    told = sum_up(
+        Event("fault.injected", ns(3), "D0", status=raises, cause=f"{raises}:at=3s"),
+        Event("fault.injected", ns(3), "D0", status=resets, cause=f"{resets}:at=3s"),
+        Event("engine.crashed", ns(4), "D0", 7, status="RuntimeError", cause="injected"),
+        Event("fault.injected", ns(9), "D0", status=resets, cause=f"{resets}:at=9s"),
+        Event("engine.crashed", ns(9), "D0", 2, status="AssertionError", cause="no"),
+    )
+    assert [crash.fault for crash in told.crashes] == [f"{raises}:at=3s", f"{resets}:at=9s"]
+
+
 @pytest.mark.parametrize(
     ("fault", "blamed"),
     [
