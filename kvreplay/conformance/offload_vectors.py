@@ -245,14 +245,15 @@ class _Driver:
 
     def _events(self, step: RecordedStep) -> bool:
         """Aborts and resets. False if the scheduler died of one."""
+        is_fatal = step.error is not None and step.error.get("where") == "reset" and not _kills_reset(step.error)
         for event in self.events.get(step.k, ()):
             for req_id in sorted(event.abort, key=lambda req_id: self.order.get(req_id, len(self.order))):
                 self._abort(req_id, step.k)
-            if step.error is not None and step.error.get("where") == "reset" and not _kills_reset(step.error):
+            if is_fatal and event.reset_prefix_cache and event.reset_running:
                 return False
             if event.reset_connector:
                 self.connector.reset_cache()
-        return True
+        return not is_fatal
 
     def _present(self, req_id: str) -> Request:
         """A request that the recording names as one that has arrived, and not ended."""
