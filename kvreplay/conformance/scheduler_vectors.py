@@ -12,7 +12,15 @@ import numpy as np
 
 from kvreplay.behaviour import DEFAULT_PROFILE, Behaviour, profile
 from kvreplay.conformance.vector import Json, UnsupportedVectorError
-from kvreplay.conformance.workload import GroupSpec, RequestSpec, Speculation, Workload, read_workload, sampled_token
+from kvreplay.conformance.workload import (
+    GroupSpec,
+    RequestSpec,
+    Speculation,
+    StepEvent,
+    Workload,
+    read_workload,
+    sampled_token,
+)
 from kvreplay.connectors.scripted.connector import ScriptedConnector
 from kvreplay.engine.config import SPECULATIVE_METHODS, SchedulerConfig, SpeculativeConfig
 from kvreplay.engine.connector import KVConnectorOutput
@@ -252,13 +260,7 @@ class Driver:
             for spec in arrivals:
                 scheduler.add_request(self._request(spec))
         for event in self.events.get(step, ()):
-            if event.abort:
-                where[0] = "abort"
-                record["abort"] = event.abort
-                scheduler.finish_requests(event.abort, RequestStatus.FINISHED_ABORTED)
-            if event.reset_prefix_cache:
-                where[0] = "reset"
-                record["reset"] = scheduler.reset_prefix_cache(reset_running=event.reset_running)
+            self._apply(event, where)
         where[0] = "schedule"
         takes_output = self._schedule(step, where)
         record.setdefault("total", 0)
@@ -266,6 +268,16 @@ class Driver:
             where[0] = "update"
             self._update(self.in_flight.popleft())
         record["after"] = self._state()
+
+    def _apply(self, event: StepEvent, where: list[str]) -> None:
+        """What comes from outside before a step is scheduled."""
+        if event.abort:
+            where[0] = "abort"
+            self.record["abort"] = event.abort
+            self.scheduler.finish_requests(event.abort, RequestStatus.FINISHED_ABORTED)
+        if event.reset_prefix_cache:
+            where[0] = "reset"
+            self.record["reset"] = self.scheduler.reset_prefix_cache(reset_running=event.reset_running)
 
     def _schedule(self, step: int, where: list[str]) -> bool:
         """The next step joins those in flight. Returns whether the output of the first is taken in now."""

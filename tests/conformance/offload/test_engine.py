@@ -6,16 +6,17 @@ up, loaded, offered, stored, flushed and evicted. The first difference of a vect
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvreplay.conformance import offload_vectors
 from kvreplay.conformance.offload_workload import OffloadEvent, read_offload_workload
 from kvreplay.conformance.scheduler_vectors import Driver as SchedulerDriver
-from kvreplay.conformance.workload import RequestSpec, Workload
+from kvreplay.conformance.workload import RequestSpec, StepEvent, Workload
 from kvreplay.connectors.multi.scheduler import MultiOutput, MultiScheduler
 from kvreplay.connectors.offloading.engine_steps import step_of
 from kvreplay.connectors.offloading.structs import OffloadingConnectorMetadata, OffloadingOutput
@@ -148,10 +149,6 @@ class _WithConnector:
         return self._connector
 
 
-def _is_reset(event: OffloadEvent) -> bool:
-    return event.reset_connector or event.reset_prefix_cache
-
-
 class Driver(SchedulerDriver):
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.offload = read_offload_workload(document["workload"])
@@ -169,15 +166,19 @@ class Driver(SchedulerDriver):
         order = document["workload"]["offload"].get("multi")
         connector: Any = Alone(half) if order is None else Multi(half, scripted, order)  # type: ignore[arg-type]
         super().__init__(_WithConnector(workload, connector))  # type: ignore[arg-type]
-        self._cache_resets = [event for event in offload.events if event.reset_prefix_cache]
-        self._reset: Callable[..., bool] = self.scheduler.reset_prefix_cache
-        self.scheduler.reset_prefix_cache = self._reset_both  # type: ignore[method-assign]
 
-    def _reset_both(self, *, reset_running: bool = False, reset_connector: bool = False) -> bool:
-        """The event says more than that driver knows of."""
-        event = next(event for event in self._cache_resets if event.step == self.desk.clock.step)
-        self._cache_resets.remove(event)
-        return self._reset(reset_running=reset_running, reset_connector=event.reset_connector)
+    def _apply(self, event: StepEvent, where: list[str]) -> None:
+        assert isinstance(event, OffloadEvent)
+        if not event.reset_connector:
+            super()._apply(event, where)
+            return
+        super()._apply(msgspec.structs.replace(event, reset_prefix_cache=False), where)
+        where[0] = "reset"
+        self.record["reset"] = (
+            self.scheduler.reset_prefix_cache(reset_running=event.reset_running, reset_connector=True)
+            if event.reset_prefix_cache
+            else self.desk.connector.reset_cache()
+        )
 
     def _request(self, spec: RequestSpec) -> Request:
         request = Request(
@@ -195,17 +196,6 @@ class Driver(SchedulerDriver):
 
     def _accepted(self, out: SchedulerOutput) -> dict[str, int]:
         return {}
-
-    def _schedule(self, step: int, where: list[str]) -> bool:
-        resets = [event for event in self.offload.events if event.step == step and _is_reset(event)]
-        for event in resets:
-            if not event.reset_prefix_cache:
-                where[0] = "reset"
-                done = self.desk.connector.reset_cache()
-                if event is resets[-1]:  # else what came of the other cache is recorded
-                    self.record["reset"] = done
-        where[0] = "schedule"
-        return super()._schedule(step, where)
 
     def _one_step(self, step: int, arrivals: list[RequestSpec]) -> bool:
         self.desk.clock.step = step
