@@ -100,14 +100,30 @@ def _same_however_asked(case: Case, shell: Shell, arguments: list[str], verdict:
     shell.run("run", shell.path("in.parquet"), *arguments, "-o", names["run"])
     if Path(names["run"]).read_bytes() != first:
         yield "another run writes other bytes"
-    if not case.faults:
-        _, out, _ = shell.run("run", names["run"], *arguments, "--json")
-        again = json.loads(out)
-        if again["fingerprint"] != verdict["fingerprint"]:
-            yield f"its own output replays to {again['fingerprint']}, not {verdict['fingerprint']}"
+    if case.faults:
+        (shell.folder / "plan.toml").write_text("".join(map(_as_table, case.faults)))
+        by_plan = ["--config", shell.path("c.toml"), "--plan", shell.path("plan.toml"), *case.options]
+        _, out, err = shell.run("run", shell.path("in.parquet"), *by_plan, "--json")
+        yield from _differences("--plan", verdict, json.loads(out)) if out else (f"--plan: {err}",)
+    else:
+        # With the config that the trace has.
+        _, out, err = shell.run("run", names["run"], *case.arguments, "--json")
+        again = json.loads(out)["fingerprint"] if out else err
+        if again != verdict["fingerprint"]:
+            yield f"its own output replays to {again}, not {verdict['fingerprint']}"
     if not verdict["violations"]:
         _, out, _ = shell.run("run", shell.path("in.parquet"), *arguments, "--json", "--set", "kv.check=off")
         yield from _differences("kv.check=off", verdict, json.loads(out))
+
+
+def _as_table(fault: str) -> str:
+    """A fault of `--inject` as one of a plan."""
+    name, _, words = fault.partition(":")
+    pairs = [word.partition("=") for word in words.split(",") if word]
+    values = {key: value if key == "p" else json.dumps(value) for key, _, value in pairs}
+    return "\n".join(
+        ["[[fault]]", f"name = {json.dumps(name)}", *(f"{key} = {value}" for key, value in values.items()), ""]
+    )
 
 
 def _differences(what: str, expected: dict[str, Any], told: dict[str, Any]) -> Iterator[str]:
