@@ -3,7 +3,6 @@
 import io
 import json
 import random
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
@@ -41,7 +40,6 @@ _SETUP_FAULTS: Final = ("config.override", "mooncake.engine-init", "mooncake.reg
 class Case:
     """`workload`: options of `synth`. `blocks`: of a pool, beyond what a request of the longest kind needs."""
 
-    seed: int
     workload: tuple[str, ...]
     config: str
     blocks: int
@@ -57,7 +55,8 @@ class Case:
 def draw(seed: int) -> Case:
     rng = random.Random(seed)
     kind = rng.choice(("none", "offloading", "offloading", "simple_cpu", "mooncake", "mooncake", "multi"))
-    profile = rng.choices((None, "ideal", *_known("profiles")["profiles"]), (4, 6, *[0.2] * len(_profiles())))[0]
+    others = list(_known("profiles")["profiles"])
+    profile = rng.choices((None, "ideal", *others), (4, 6, *[0.2] * len(others)))[0]
     faults = [_fault(rng, kind) for _ in range(rng.choice((0, 0, 1, 1, 2, 3)))]
     options = ["--seed", str(rng.randrange(1000))]
     if profile is not None:
@@ -69,7 +68,6 @@ def draw(seed: int) -> Case:
         options += ["--policy", rng.choice(("fail", "recompute"))]
     config = _config(rng, kind)
     return Case(
-        seed=seed,
         workload=tuple(_workload(rng)),
         config=config,
         blocks=rng.choice((0, 3, 40, 400)),
@@ -142,14 +140,15 @@ def _connector(rng: random.Random, kind: str) -> list[str]:
         lines.append(f"cpu_bytes_to_use = {_BLOCK_BYTES * 4 * rng.choice((20, 100, 2000))}")
     if kind in ("offloading", "multi"):
         lines.append(f"blocks_per_chunk = {rng.choice((1, 1, 2))}")
-        lines.append(f'spec_name = "{rng.choice(("CPUOffloadingSpec", "CPUOffloadingSpec", "TieringOffloadingSpec"))}"')
+        spec_name = rng.choice(("CPUOffloadingSpec", "CPUOffloadingSpec", "TieringOffloadingSpec"))
+        lines.append(f'spec_name = "{spec_name}"')
         lines.append(f'eviction_policy = "{rng.choice(("lru", "lru", "arc"))}"')
         lines.append(f"offload_prompt_only = {_word(rng.random() < 0.6)}")
         lines.append(f"sync_load_budget_bytes = {rng.choice((0, 0, 1 << 16))}")
         # Slow copies and links overlap with more.
         lines.append(f"load_bytes_per_s = {rng.choice((10_000_000, 40_000_000_000))}")
         lines.append(f"store_bytes_per_s = {rng.choice((10_000_000, 40_000_000_000))}")
-        if "Tiering" in lines[-6]:
+        if spec_name == "TieringOffloadingSpec":
             lines.append(f"tier_bytes = {_BLOCK_BYTES * 4 * rng.choice((50, 1000))}")
     if kind in ("mooncake", "multi"):
         lines.append(f"abort_request_timeout = {rng.choice((480, 480, 20, 3))}")
@@ -203,10 +202,6 @@ def _known(command: str) -> dict[str, Any]:
         run_app([command, "--json"])
     known: dict[str, Any] = json.loads(out.getvalue())
     return known
-
-
-def _profiles() -> Sequence[str]:
-    return list(_known("profiles")["profiles"])
 
 
 def _word(value: bool) -> str:
