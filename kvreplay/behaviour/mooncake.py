@@ -154,7 +154,8 @@ MOONCAKE: Final = (
         {
             "raise": "a finish or drop of a transfer that nobody announced, or that two requests share, loses "
             "the rest of the step's bookkeeping, unheard",
-            "accept": "each is taken for itself; the second request of one transfer gives its blocks back",
+            "accept": "each is taken for itself; the second request of one transfer gives its blocks back, and nobody "
+            "gets the other's",
         },
         v0_33="raise",
         ideal="accept",

@@ -281,7 +281,7 @@ class Producer:
         self, envelope: Envelope, pull: MooncakeXferMetadata, plan: TransferPlan, remote_ranks: list[int], now_ns: int
     ) -> None:
         pending = {
-            d_req_id: self._transfers.for_pull(transfer_id, now_ns)
+            d_req_id: self._transfers.for_pull(d_req_id, transfer_id, now_ns)
             for d_req_id, (transfer_id, _) in pull.req_blocks.items()
         }
         if not pending:
@@ -331,7 +331,7 @@ class Producer:
         for d_req_id, entry in batch:
             del service.pending[d_req_id]
             entry.waiters.pop(service, None)
-            if entry.dropped:
+            if entry.dropped or self._transfers.is_anothers(entry, d_req_id):
                 write.fail(d_req_id, DROPPED)
             elif self._transfers.may_be_read(entry):
                 entry.sending += 1

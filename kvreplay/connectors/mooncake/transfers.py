@@ -222,9 +222,11 @@ class Transfers:
 
     # -- what pulls do ------------------------------------------------------------------------------------
 
-    def for_pull(self, transfer_id: str, now_ns: int) -> SendBlockMeta:
+    def for_pull(self, d_req_id: str, transfer_id: str, now_ns: int) -> SendBlockMeta:
         """What a pull means: a placeholder, if nobody has announced it yet."""
         entry = self.entries.get(transfer_id) or self._given_up.get(transfer_id)
+        if entry is not None and self.is_anothers(entry, d_req_id):
+            return SendBlockMeta("", transfer_id, dropped=True)  # its own consumer may still come
         if entry is None:
             entry = SendBlockMeta("", transfer_id)
             if transfer_id in self._gone or transfer_id in self._shared:
@@ -240,6 +242,11 @@ class Transfers:
         self.remove(entry.transfer_id)
         entry.dropped = True
         self._wake(entry)
+
+    def is_anothers(self, entry: SendBlockMeta, d_req_id: str) -> bool:
+        """Whether it is known that the blocks are not those of this consumer's request, though the transfer id is the
+        same. The proxy gives both legs of a request one name."""
+        return self._accepts_unknown and entry.owner not in ("", d_req_id)
 
     def may_be_read(self, entry: SendBlockMeta) -> bool:
         """Of one that is ready: whether its blocks are still there for the pull, or pass for it."""

@@ -100,6 +100,12 @@ Report = tuple[str, float, list[str], list[str], list[int]]
 """(instance, seconds, finished, failed_recving, invalid_block_ids)"""
 
 
+def shares_names(switches: Behaviour) -> bool:
+    """Whether p1 and d1, one request, have to be told by one name, as vLLM's proxy does: who looks whose transfer it is
+    knows them by that."""
+    return switches["mooncake_unknown_transfer"] == "accept"
+
+
 class Pair:
     """P0 and D0. Each polls at once when it has something to report."""
 
@@ -156,12 +162,17 @@ class Pair:
         return worker
 
     def _note(self, instance: str, output: KVConnectorOutput) -> None:
-        finished = [*output.finished_sending, *output.finished_recving]
+        sent = output.finished_sending
+        if shares_names(self._switches):
+            sent = [name.replace("d", "p", 1) for name in sent]
+        finished = [*sent, *output.finished_recving]
         self.reports.append((instance, self.seconds, finished, output.failed_recving, output.invalid_block_ids))
 
     # -- what schedulers do -------------------------------------------------------------------------------
 
     def announce(self, p_req_id: str = "p1", transfer_id: str = "X1") -> None:
+        if shares_names(self._switches):
+            p_req_id = p_req_id.replace("p", "d", 1)
         self.p.start_load_kv(MooncakeConnectorMetadata(reqs_to_send={p_req_id: (transfer_id, [])}))
 
     def finish(
@@ -169,6 +180,8 @@ class Pair:
     ) -> None:
         if announce:
             self.announce(p_req_id, transfer_id)
+        if shares_names(self._switches):
+            p_req_id = p_req_id.replace("p", "d", 1)
         blocks = list(block_ids) or [[1, 2, 3]]
         self.p.start_load_kv(MooncakeConnectorMetadata(reqs_to_send={p_req_id: (transfer_id, blocks)}))
 

@@ -140,7 +140,7 @@ class TestUnknownTransfers:
     def test_ideally_each_is_taken_for_itself(self) -> None:
         pair = Pair(behaviour(mooncake_unknown_transfer="accept"))
         pair.announce("p1", "X1")
-        ready = {"p9": ("X9", [[7]]), "p1": ("X1", [[1]])}
+        ready = {"d9": ("X9", [[7]]), "d1": ("X1", [[1]])}
         pair.p.start_load_kv(MooncakeConnectorMetadata(reqs_to_send=dict(ready)))
         assert [entry.ready for entry in producer_of(pair).entries.values()] == [True, True]
 
@@ -190,6 +190,27 @@ class TestTwoRequestsOfOneTransfer:
         pair.finish([7, 8, 9], p_req_id="p2", announce=False)
         pair.run()
         assert sorted(finished(pair, "P0")) == ["p1", "p2"]
+
+    def test_ideally_nobody_gets_the_others_blocks(self) -> None:
+        """The second one's producer has not begun: what is there is the first one's, whose consumer comes later."""
+        pair = Pair(IDEAL)
+        pair.finish([1, 2, 3], p_req_id="p1")
+        pair.pull(request_for("d2", "X1"))
+        pair.run(1)
+        assert pair.d_memory.blocks == {}
+        pair.pull(request_for("d1", "X1"))
+        pair.run(1)
+        assert pair.settled() == [("d2", "failed", "P dropped the request"), ("d1", "ok", None)]
+
+    def test_ideally_not_even_who_has_asked_first(self) -> None:
+        pair = Pair(IDEAL)
+        pair.pull(request_for("d2", "X1"))
+        pair.run(1)
+        pair.finish([1, 2, 3], p_req_id="p1")
+        pair.run(1)
+        assert (pair.settled(), pair.d_memory.blocks) == ([("d2", "failed", "P dropped the request")], {})
+        pair.run()
+        assert finished(pair, "P0") == ["p1"]
 
     def test_ideally_the_second_ones_abort_leaves_the_first(self) -> None:
         pair = self.two(IDEAL)
