@@ -122,6 +122,7 @@ class Transfers:
                 # Two requests with one transfer id: consumers will get the first one's blocks.
                 self._finished_sending[p_req_id] = None
                 return True
+            entry.announced_by = p_req_id  # whoever announces the transfer from now on is another
         if entry is None:
             return False
         self._make_ready(entry, p_req_id, block_ids, now_ns)
