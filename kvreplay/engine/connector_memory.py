@@ -126,7 +126,7 @@ class ConnectorMemory:
                     whose = provenance.request_id if provenance is not None else ""
                     self._null_writes.append(WrongBlock(NULL_BLOCK_ID, group, whose, 0, provenance, is_write=True))
                     continue
-                owner = self._owner_of(block_id)
+                owner = self._owner_of(block_id, provenance)
                 self.late_writes.append(LateWrite(block_id, group, owner, provenance))
                 if owner is not None:
                     self._rewritten[block_id] = None
@@ -142,9 +142,13 @@ class ConnectorMemory:
     def set_history(self, block_id: int, history: History) -> None:
         self.buffers.set_history(block_id, history)
 
-    def _owner_of(self, block_id: int) -> str | None:
-        for request_id in self.scheduler.requests:
-            for table in self.scheduler.kv.block_arrays(request_id):
-                if (table == block_id).any():
-                    return request_id
-        return None
+    def _owner_of(self, block_id: int, provenance: Provenance | None) -> str | None:
+        """Of several that hold it the one that it is written for: others hit it in the very step that loads it."""
+        holders = [
+            request_id
+            for request_id in self.scheduler.requests
+            if any((table == block_id).any() for table in self.scheduler.kv.block_arrays(request_id))
+        ]
+        if provenance is not None and provenance.request_id in holders:
+            return provenance.request_id
+        return holders[0] if holders else None

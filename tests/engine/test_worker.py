@@ -5,6 +5,7 @@ import pytest
 from kvreplay.engine.suspects import WrongBlock
 from kvreplay.engine.worker import WorkerModel
 from kvreplay.kv.buffers import KVBuffers
+from kvreplay.kv.memory import Provenance
 from kvreplay.kv.specs import CIRCULAR_BUFFER, FULL, KVCacheGroupSpec
 from tests.engine.bench import Bench, load
 
@@ -59,3 +60,19 @@ def test_a_scheduler_tells_one_model_of_contents_only() -> None:
     WorkerModel(bench.scheduler, KVBuffers(50, GROUPS))
     with pytest.raises(AssertionError, match=r"^contents has a subscriber$"):
         WorkerModel(bench.scheduler, KVBuffers(50, GROUPS))
+
+
+@pytest.mark.parametrize("loads_for", ["first", "second", "gone"])
+def test_a_write_is_for_whom_it_says_if_it_holds_the_block(loads_for: str) -> None:
+    """Another may have hit the block in the very step that loads it."""
+    bench = Bench(num_gpu_blocks=50)
+    model = WorkerModel(bench.scheduler, KVBuffers(50, bench.kv.groups))
+    for name in ("first", "second"):
+        bench.add(name, range(12))
+        bench.schedule()
+        bench.update()
+    (shared, _, _, *_), (also, *_) = (bench.kv.block_arrays(name)[0].tolist() for name in ("first", "second"))
+    assert shared == also
+    words = model.read_blocks(0, [shared])
+    model.write_blocks(0, [shared], words, provenance=Provenance("job 1", loads_for))
+    assert [late.owner for late in model.late_writes] == ["first" if loads_for == "gone" else loads_for]

@@ -212,6 +212,17 @@ class TestTwoRequestsOfOneTransfer:
         pair.run()
         assert finished(pair, "P0") == ["p1"]
 
+    def test_ideally_nor_who_is_announced_when_the_other_is_ready(self) -> None:
+        """The first one's transfer was over when the second was ready, so that nobody had announced that."""
+        pair = Pair(IDEAL)
+        pair.finish([1, 2, 3], p_req_id="p2", announce=False)
+        pair.announce("p1", "X1")
+        pair.pull(request_for("d1", "X1"))
+        pair.finish([7, 8, 9], p_req_id="p1", announce=False)
+        pair.run()
+        assert (pair.settled(), pair.d_memory.blocks) == ([("d1", "failed", "P dropped the request")], {})
+        assert sorted(finished(pair, "P0")) == ["p1", "p2"]
+
     def test_ideally_the_second_ones_abort_leaves_the_first(self) -> None:
         pair = self.two(IDEAL)
         pair.drop("X1")
