@@ -46,6 +46,11 @@ class ConnectorMemory:
         """Whether the next step has to look again at what is in use."""
         return bool(self._rewritten)
 
+    @property
+    def _has_begun(self) -> bool:
+        """Whether the step scheduled last computes already."""
+        raise NotImplementedError
+
     def _flush_members(self, *, in_step: bool = True) -> None:
         """Make visible what decoding requests have computed up to the step in progress, and (`in_step`) with it."""
         raise NotImplementedError
@@ -120,7 +125,8 @@ class ConnectorMemory:
         if late:
             if self.on_late_write is not None:
                 self.on_late_write()
-            self._flush_members()
+            # A load that a step waits for lands before the step computes, which may overwrite a state.
+            self._flush_members(in_step=self._has_begun)
             for block_id in late:
                 if block_id == NULL_BLOCK_ID:
                     whose = provenance.request_id if provenance is not None else ""

@@ -354,6 +354,10 @@ class WorkerModel(ConnectorMemory):
             self._write(request, request.written_until, request.num_computed_tokens, is_late=True, is_over=is_over)
             request.clean_until = request.num_computed_tokens
 
+    @property
+    def _has_begun(self) -> bool:
+        return self._step >= self.scheduler.step or self.scheduler.config.async_scheduling
+
     def _flush_members(self, *, in_step: bool = True) -> None:
         scheduler = self.scheduler
         for request in scheduler.lockstep:
