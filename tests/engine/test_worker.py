@@ -1,12 +1,13 @@
 """WorkerModel: what a step reads before it writes."""
 
+import numpy as np
 import pytest
 
 from kvreplay.engine.suspects import WrongBlock
 from kvreplay.engine.worker import WorkerModel
 from kvreplay.kv.buffers import KVBuffers
 from kvreplay.kv.memory import Provenance
-from kvreplay.kv.specs import CIRCULAR_BUFFER, FULL, KVCacheGroupSpec
+from kvreplay.kv.specs import CIRCULAR_BUFFER, FULL, MAMBA, KVCacheGroupSpec
 from tests.engine.bench import Bench, load
 
 RING = 1
@@ -76,3 +77,23 @@ def test_a_write_is_for_whom_it_says_if_it_holds_the_block(loads_for: str) -> No
     words = model.read_blocks(0, [shared])
     model.write_blocks(0, [shared], words, provenance=Provenance("job 1", loads_for))
     assert [late.owner for late in model.late_writes] == ["first" if loads_for == "gone" else loads_for]
+
+
+def test_a_load_that_lands_before_a_step_computes_does_not_let_members_write_its_states() -> None:
+    groups = (
+        KVCacheGroupSpec(kind=FULL, block_size=4),
+        KVCacheGroupSpec(kind=MAMBA, block_size=4, mamba_cache_mode="align", state_bytes=32),
+    )
+    bench = Bench(groups=groups, num_gpu_blocks=50, use_lockstep=True)
+    model = WorkerModel(bench.scheduler, KVBuffers(50, groups), every_read=True)
+    bench.add("r", 9)
+    for _ in range(6):
+        bench.schedule()
+        out = bench.output
+        assert out is not None
+        model.prepare(out)
+        model.note_landing(0, np.array([40]), provenance=Provenance("job 1", "other"))
+        model.execute(out)
+        assert model.commit(out.step, ["r"], ()) == []
+        bench.update()
+    assert list(bench.scheduler.lockstep), "it would be no member otherwise"
