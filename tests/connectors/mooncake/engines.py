@@ -20,7 +20,7 @@ from kvreplay.kv.memory import BlockIds, NullMemory, Provenance
 from kvreplay.kv.specs import KVCacheGroupSpec
 from kvreplay.sim.bus import Bus
 from kvreplay.sim.event_loop import EventLoop
-from tests.connectors.mooncake.pair import Wire, behaviour, request_for, shares_names
+from tests.connectors.mooncake.pair import Wire, behaviour, leg_name, request_for
 from tests.list_sink import ListSink
 
 BLOCK_SIZE = 4
@@ -143,10 +143,9 @@ class Engines:
 
     def finish(self, *, p_req_id: str = "p1", transfer_id: str = "X1") -> None:
         """The producer has computed the prompt."""
-        if shares_names(self._switches):
-            p_req_id = p_req_id.replace("p", "d", 1)
+        name = leg_name(p_req_id, self._switches)
         for blocks in ([], [[1, 2, 3]]):
-            self.p.workers.start_load_kv(MooncakeConnectorMetadata(reqs_to_send={p_req_id: (transfer_id, blocks)}))
+            self.p.workers.start_load_kv(MooncakeConnectorMetadata(reqs_to_send={name: (transfer_id, blocks)}))
 
     def pull(self, request: PullReqMeta | None = None) -> None:
         request = request or request_for("d1")

@@ -106,6 +106,11 @@ def shares_names(switches: Behaviour) -> bool:
     return switches["mooncake_unknown_transfer"] == "accept"
 
 
+def leg_name(p_req_id: str, switches: Behaviour) -> str:
+    """What the producer is told that a request is called."""
+    return p_req_id.replace("p", "d", 1) if shares_names(switches) else p_req_id
+
+
 class Pair:
     """P0 and D0. Each polls at once when it has something to report."""
 
@@ -171,19 +176,18 @@ class Pair:
     # -- what schedulers do -------------------------------------------------------------------------------
 
     def announce(self, p_req_id: str = "p1", transfer_id: str = "X1") -> None:
-        if shares_names(self._switches):
-            p_req_id = p_req_id.replace("p", "d", 1)
-        self.p.start_load_kv(MooncakeConnectorMetadata(reqs_to_send={p_req_id: (transfer_id, [])}))
+        self._tell_producer(p_req_id, transfer_id, [])
 
     def finish(
         self, *block_ids: list[int], p_req_id: str = "p1", transfer_id: str = "X1", announce: bool = True
     ) -> None:
         if announce:
             self.announce(p_req_id, transfer_id)
-        if shares_names(self._switches):
-            p_req_id = p_req_id.replace("p", "d", 1)
-        blocks = list(block_ids) or [[1, 2, 3]]
-        self.p.start_load_kv(MooncakeConnectorMetadata(reqs_to_send={p_req_id: (transfer_id, blocks)}))
+        self._tell_producer(p_req_id, transfer_id, list(block_ids) or [[1, 2, 3]])
+
+    def _tell_producer(self, p_req_id: str, transfer_id: str, blocks: list[list[int]]) -> None:
+        name = leg_name(p_req_id, self._switches)
+        self.p.start_load_kv(MooncakeConnectorMetadata(reqs_to_send={name: (transfer_id, blocks)}))
 
     def drop(self, *transfer_ids: str) -> None:
         self.p.start_load_kv(MooncakeConnectorMetadata(reqs_not_processed=dict.fromkeys(transfer_ids)))
