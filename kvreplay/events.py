@@ -175,8 +175,8 @@ KINDS: Final[dict[str, KindSpec]] = {
         "running, waiting, deferred, blocks (in use), peak_blocks; counters steps, busy_ns, computed_tokens, "
         "loaded_tokens, preemptions; constants num_gpu_blocks. With speculative decoding also the counters drafts "
         "(verified shares of steps), draft_tokens, accepted_tokens. With a CPU tier also cpu_chunks (in use), "
-        "num_cpu_chunks, and the counters hit_tokens (found in the GPU's prefix cache), store_bytes, store_ns, "
-        "load_bytes, load_ns, flushed_jobs, refused_offers",
+        "num_cpu_chunks, or disk_chunks and num_disk_chunks, and the counters hit_tokens (found in the GPU's prefix "
+        "cache), store_bytes, store_ns, load_bytes, load_ns, flushed_jobs, refused_offers",
     ),
     "run.summary": KindSpec(
         _RUN, "the verdict; status = verdict, cause = JSON as `run --json` prints it, no wall clock"

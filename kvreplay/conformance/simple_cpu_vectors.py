@@ -27,11 +27,12 @@ _KEY: Final = "simple_cpu"
 
 
 class SimpleCpuSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """`num_cpu_blocks` includes the null block; delays in steps, from 1 on."""
+    """`num_cpu_blocks` includes the null block; delays in steps, from 1 on. `lazy_offload`: as vLLM's."""
 
     num_cpu_blocks: Annotated[int, Meta(ge=2, le=10_000_000)] = 65
     load_steps: Positive = 1
     store_steps: Positive = 1
+    lazy_offload: bool = False
 
 
 def split_workload(document: Json) -> tuple[Workload, SimpleCpuSpec]:
@@ -88,7 +89,14 @@ class _Front(SimpleCpuScheduler):
 
     def __init__(self, driver: "SimpleCpuDriver", spec: SimpleCpuSpec) -> None:
         super().__init__(
-            driver.kv, spec.num_cpu_blocks, 0, looks_again=False, forgives_lost_keys=False, observer=driver
+            driver.kv,
+            spec.num_cpu_blocks,
+            0,
+            looks_again=False,
+            forgives_lost_keys=False,
+            observer=driver,
+            lazy_batch_tokens=driver.workload.engine.max_num_batched_tokens if spec.lazy_offload else None,
+            stops_circles=False,
         )
         self.step = 0
         self.lookups: list[list[Json]] = []

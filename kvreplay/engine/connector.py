@@ -89,6 +89,10 @@ class SchedulerConnector(Protocol):
         """Blocks given out in this step to requests that have no share in it."""
         ...
 
+    def note_uneventful(self) -> None:
+        """Steps are over that were not built: requests have done nothing but decode, and taken blocks for it."""
+        ...
+
     def build_connector_meta(self, out: "SchedulerOutput") -> Any:  # noqa: ANN401 - opaque to the engine
         """The step's metadata for the workers, or None if there is nothing to say.
 
@@ -162,6 +166,8 @@ class PlainSchedulerHalf:
         return False
 
     def note_allocated(self, block_ids: Sequence[int]) -> None: ...
+
+    def note_uneventful(self) -> None: ...
 
     def is_going_in_circles(self, request_id: str) -> bool:
         return False

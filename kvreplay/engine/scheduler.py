@@ -109,6 +109,8 @@ class Scheduler(AdmissionLayer):
         out.num_kv_tokens = lockstep.num_kv_tokens(self.step)
         self._in_flight = out
         self._num_executed_steps += 1
+        if self.connector is not None:
+            self.connector.note_uneventful()
         return out
 
     def _long_prefill_threshold(self) -> int:

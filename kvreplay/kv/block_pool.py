@@ -53,6 +53,26 @@ class BlockPool(PrefixCache):
         free: BlockIds = log[log != 0].astype(np.int64)
         return free
 
+    def free_after(self, block_id: int | None, count: int) -> BlockIds:
+        """At most `count` free blocks in order of reuse: those behind this one, which is free; None: the first ones."""
+        start = self._head if block_id is None else self._place_of(block_id) + 1
+        window = count
+        while True:
+            log = self._queue[start : min(start + window, self._tail)]
+            found = log[log != 0]
+            if len(found) >= count or start + window >= self._tail:
+                behind: BlockIds = found[:count].astype(np.int64)
+                return behind
+            window *= 2
+
+    def _place_of(self, block_id: int) -> int:
+        place = int(self._place[block_id])
+        if self._head <= place < self._tail and self._queue[place] == block_id:
+            return place
+        # One of those whose places are not noted.
+        clean = self._queue[self._head : self._clean_until]
+        return self._head + int((clean == block_id).nonzero()[0][0])
+
     def num_evictable(self, block_ids: BlockIds) -> int:
         """How many of these would have to leave the free queue if they were touched. Null blocks do not count."""
         return len(block_ids) - int(count_nonzero(self.ref_counts[block_ids]))

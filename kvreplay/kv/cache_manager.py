@@ -127,6 +127,7 @@ class KVCacheManager:
         adopts_per_group: bool = False,
         keeps_state_below_mark: bool = False,
         has_connector: bool = False,
+        allows_hits_inside_blocks: bool = True,
     ) -> None:
         self.groups = tuple(groups)
         self.pool = pool
@@ -139,7 +140,12 @@ class KVCacheManager:
         sizes = resolve_block_sizes(groups, hash_block_size=hash_block_size, hashes_are_used=hashes_are_used)
         self.block_size = sizes.scheduler
         """The scheduler's block size: with several groups, the least common multiple."""
-        self.hits_inside_blocks = len(groups) > 1 and pool.enable_caching and hits_inside_blocks(groups, sizes.hashing)
+        self.hits_inside_blocks = (
+            allows_hits_inside_blocks
+            and len(groups) > 1
+            and pool.enable_caching
+            and hits_inside_blocks(groups, sizes.hashing)
+        )
         self.has_mamba = any(group.kind == MAMBA for group in groups)
         self._drafts = drafts
         self.rules = CacheRules(
@@ -176,7 +182,7 @@ class KVCacheManager:
         self.prefix_replay_tokens = max((group.prefix_replay_tokens for group in groups), default=0)
         """Of a hit, the last tokens that are computed again, because no cache holds the window before them."""
 
-    def over(self, pool: BlockPool) -> "KVCacheManager":
+    def over(self, pool: BlockPool, *, allows_hits_inside_blocks: bool = True) -> "KVCacheManager":
         """The same groups and rules over another pool: a second cache of the same contents."""
         return KVCacheManager(
             self.groups,
@@ -187,6 +193,7 @@ class KVCacheManager:
             hash_block_size=self.rules.hash_block_size if len(self.groups) > 1 else None,
             drafts=self._drafts,
             looks_at_whole_chunks=self.rules.looks_at_whole_chunks,
+            allows_hits_inside_blocks=allows_hits_inside_blocks,
         )
 
     def _check_retention(self, interval: int | None) -> None:

@@ -227,3 +227,8 @@ def check_pages(groups: Sequence[KVCacheGroupSpec]) -> None:
 def block_bytes(groups: Sequence[KVCacheGroupSpec]) -> int:
     """Of a block, which any group may have: the widest group's page (vLLM: kv_cache_planning.py)."""
     return max(group.page_bytes for group in groups)
+
+
+def rank_block_bytes(groups: Sequence[KVCacheGroupSpec], num_parts: int) -> int:
+    """The same on one rank, of which each has one of `num_parts` parts."""
+    return cdiv(block_bytes(groups), num_parts)

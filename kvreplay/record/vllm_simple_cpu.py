@@ -44,7 +44,11 @@ _LAYOUTS: Final = (
 
 class SimpleCpuRecorder(WorkloadDriver):
     def __init__(self, workload: Workload, spec: SimpleCpuSpec) -> None:
-        settings = {"cpu_bytes_to_use": 1 << 30, "num_cpu_blocks": spec.num_cpu_blocks}
+        settings = {
+            "cpu_bytes_to_use": 1 << 30,
+            "num_cpu_blocks": spec.num_cpu_blocks,
+            "lazy_offload": spec.lazy_offload,
+        }
         super().__init__(workload, {"kv_connector": "SimpleCPUOffloadConnector", "kv_connector_extra_config": settings})
         self._manager = self.scheduler.connector.scheduler_manager
         self._delays = Delays(spec)
@@ -138,7 +142,7 @@ def record(document: Json) -> tuple[dict[str, int], Iterator[dict[str, Any]]]:
     return resolved, recorder.steps()
 
 
-def draw(seed: int, layouts: Sequence[str]) -> Json:
+def draw(seed: int, layouts: Sequence[str], *, is_lazy: bool = False) -> Json:
     """A random workload without scripts, whose requests often share their prompts."""
     rng = Random(seed)
     document = random_workload(seed, layouts=layouts, features=("priority", "async", "spec"))
@@ -168,6 +172,7 @@ def draw(seed: int, layouts: Sequence[str]) -> Json:
         "num_cpu_blocks": rng.choice([4, 9, 17, 40]),
         "load_steps": rng.choice([1, 1, 2, 4]),
         "store_steps": rng.choice([1, 1, 2, 5]),
+        "lazy_offload": is_lazy,
     }
     return document
 
@@ -188,6 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fuzz.add_argument("--count", type=int, default=100)
     fuzz.add_argument("--seed", type=int, default=0)
     fuzz.add_argument("--layouts", default=",".join(_LAYOUTS))
+    fuzz.add_argument("--lazy", action="store_true", help="with lazy_offload")
     fuzz.add_argument("-o", "--output", type=Path)
     options = parser.parse_args(arguments)
     logging.getLogger("vllm").setLevel(logging.CRITICAL)
@@ -209,7 +215,7 @@ def _make(options: argparse.Namespace) -> int:
 def _fuzz(options: argparse.Namespace) -> int:
     num_played, num_different = 0, 0
     for seed in range(options.seed, options.seed + options.count):
-        document = draw(seed, options.layouts.split(","))
+        document = draw(seed, options.layouts.split(","), is_lazy=options.lazy)
         try:
             _, steps = record(document)
             expected = list(steps)

@@ -24,9 +24,9 @@ from kvreplay.kv.specs import (
     CHUNKED_LOCAL,
     MAMBA,
     KVCacheGroupSpec,
-    block_bytes,
     cdiv,
     check_pages,
+    rank_block_bytes,
     resolve_block_sizes,
 )
 from kvreplay.replay.config_fields import field_types
@@ -251,10 +251,8 @@ class ReplayConfig:
     def _check_ranks(self, role: Role) -> None:
         """Whether the model can be cut so."""
         tp_size, _ = self.topology.parallel_sizes(role)
-        if self.topology.num_ranks(role) > 1 and self.connector.kind in ("none", "simple_cpu"):
-            raise ConfigError(
-                "topology.tp, topology.pp: ranks of an instance are modelled with mooncake and offloading only so far"
-            )
+        if self.topology.num_ranks(role) > 1 and self.connector.kind == "none":
+            raise ConfigError("topology.tp, topology.pp: ranks of an instance are modelled with a connector only")
         of_ranks = self.roles[role].cache.rank_gpu_blocks
         if of_ranks is not None and len(of_ranks) != self.topology.num_ranks(role):
             raise ConfigError(
@@ -283,7 +281,8 @@ class ReplayConfig:
                 raise ConfigError("connector.kind: simple_cpu needs a group of full attention")
             if not cache.enable_prefix_caching:
                 raise ConfigError("cache.enable_prefix_caching: simple_cpu needs it (vLLM leaves it out then)")
-            self.connector.simple_cpu.num_blocks(block_bytes(self.model.groups))
+            bytes_of_rank = rank_block_bytes(self.model.groups, self.num_parts(role))
+            self.connector.simple_cpu.num_blocks(bytes_of_rank, self.topology.num_ranks(role))
         if "offloading" in self.connector.parts:
             options, num_ranks = self.connector.offloading, self.topology.num_ranks(role)
             layout = rank_layout(engine_layout(kv, options, num_workers=num_ranks), self.num_parts(role))

@@ -61,7 +61,7 @@ class OnEnd(Protocol):
 
 _FINISHED: Final = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
-_GAUGES: Final = ("cpu_chunks", "num_cpu_chunks")
+_GAUGES: Final = ("cpu_chunks", "num_cpu_chunks", "disk_chunks", "num_disk_chunks")
 
 
 def instance_names(config: ReplayConfig) -> dict[str, Role]:
@@ -297,20 +297,15 @@ class Node:
 
     def _offload_workers(self, model: WorkerModel | None, memory: KVMemory) -> EngineWorkers:
         assert self.offload is not None
-        groups = self._groups
-        num_words = 0 if model is None else max(words_per_block(group) for group in groups)
-        if isinstance(self.offload, SimpleCpu):
-            return self.offload.start_workers(memory, has_words=model is not None)
-        if model is None:
-            return self.offload.start_workers([memory] * self._num_ranks, num_words)
+        words = [0 if model is None else words_per_block(group) for group in self._groups]
         shares = [self._around.sharding.shares_of(ranks) for ranks in all_ranks(*self._sizes)]
-        if len(shares) == 1:
-            return self.offload.start_workers([memory], num_words * len(shares[0]))
-        words = [words_per_block(group) for group in groups]
-        memories = [
-            RankMemory(memory, sum(map(len, shares[:rank])), len(own), words) for rank, own in enumerate(shares)
-        ]
-        return self.offload.start_workers(memories, num_words * max(map(len, shares)))
+        widths = [len(own) for own in shares]
+        memories = [memory] * len(shares)
+        if model is not None and len(shares) > 1:
+            memories = [RankMemory(memory, sum(widths[:rank]), width, words) for rank, width in enumerate(widths)]
+        if isinstance(self.offload, SimpleCpu):
+            return self.offload.start_workers(memories, [[count * width for count in words] for width in widths])
+        return self.offload.start_workers(memories, max(words) * max(widths))
 
     @property
     def _sizes(self) -> tuple[int, int]:
@@ -335,7 +330,13 @@ class Node:
         )
         connector = around.config.connector
         if kind == "simple_cpu":
-            return SimpleCpu(owner, config=connector.simple_cpu)
+            return SimpleCpu(
+                owner,
+                config=connector.simple_cpu,
+                max_num_batched_tokens=around.config.role(self.role).scheduler.max_num_batched_tokens,
+                num_ranks=self._num_ranks,
+                num_parts=around.config.num_parts(self.role),
+            )
         return Offload(
             owner,
             config=connector.offloading,

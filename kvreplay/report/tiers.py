@@ -1,10 +1,13 @@
 """The tiers behind the GPU's pool: what they held, moved and saved."""
 
+from typing import Final
+
 from kvreplay.ids import plural
 from kvreplay.report.layout import INDENT, Column, Line, Section, table, title
 from kvreplay.report.words import duration, listed, number, share, size
 from kvreplay.verdict.model import Direction, Summary
 
+_NAMES: Final = {"CPU": "CPU", "STORAGE": "disk"}
 _LEFT, _RIGHT = Column(""), Column("", "right")
 
 
@@ -12,14 +15,18 @@ def tiers_section(summary: Summary) -> Section:
     tiers = summary.tiers
     if tiers is None:
         return
-    yield title("CPU tier", f"{number(tiers.peak_cpu_chunks)} of {number(tiers.cpu_chunks)} chunks used")
+    name = _NAMES[tiers.medium]
+    yield title(
+        f"{name[0].upper()}{name[1:]} tier",
+        f"{number(tiers.peak_cpu_chunks)} of {number(tiers.cpu_chunks)} chunks used",
+    )
     hits = tiers.hit_tokens
     rows = [
         (f"hit in {tier}", f"{number(count)} tokens", share(count, sum(hits.values()))) for tier, count in hits.items()
     ]
     rows.append(("recompute saved", f"{number(tiers.saved_tokens)} tokens", ""))
     yield table([_LEFT, _RIGHT, _RIGHT], rows)
-    moves = [_move("to the CPU", tiers.stored), _move("to the GPU", tiers.loaded)]
+    moves = [_move(f"to the {name}", tiers.stored), _move("to the GPU", tiers.loaded)]
     names = ("copied", "in", "started", "finished", "failed")
     yield table([_LEFT, *(Column(name, "right") for name in names)], moves)
     for tier, causes in tiers.evicted_chunks.items():

@@ -159,7 +159,10 @@ class Tiers(msgspec.Struct, frozen=True, kw_only=True):
     """Tier (GPU, CPU, STORAGE) → tokens that admissions found there; a load counts for the slowest tier it needed."""
     saved_tokens: int = 0
     """Loaded from a tier instead of being computed."""
+    medium: str = "CPU"
+    """Of the tier next to the GPU: CPU, or STORAGE where that is a disk."""
     cpu_chunks: int = 0
+    """That tier's."""
     peak_cpu_chunks: int = 0
     stored: Direction = Direction()
     loaded: Direction = Direction()

@@ -9,13 +9,17 @@ from kvreplay.ids import NS_PER_S
 from kvreplay.verdict.model import Direction, Tiers
 
 GPU: Final = "GPU"
+_GAUGES: Final = {"CPU": "cpu_chunks", "STORAGE": "disk_chunks"}
+"""Medium of the tier next to the GPU → the gauge of what it holds; `num_` before it: of what it could hold."""
 
 
 def tiers(frame: pl.DataFrame, usage: pl.DataFrame) -> Tiers | None:
     """None where no instance has a CPU tier. `usage`: as `counts.usage_samples` makes it."""
     highest = _by_name(usage, pl.col("value").max().over("instance", "status"))
-    if "num_cpu_chunks" not in highest:
+    medium = next((medium for medium, gauge in _GAUGES.items() if f"num_{gauge}" in highest), None)
+    if medium is None:
         return None
+    gauge = _GAUGES[medium]
     total = dict(usage.group_by("status").agg(pl.col("grown").sum()).rows())
     loads = _loads(frame)
     started = loads.filter(pl.col("kind") == "load.started")
@@ -24,8 +28,9 @@ def tiers(frame: pl.DataFrame, usage: pl.DataFrame) -> Tiers | None:
     return Tiers(
         hit_tokens={GPU: total.get("hit_tokens", 0), **by_tier},
         saved_tokens=sum(by_tier.values()) - lost,
-        cpu_chunks=highest["num_cpu_chunks"],
-        peak_cpu_chunks=highest.get("cpu_chunks", 0),
+        medium=medium,
+        cpu_chunks=highest[f"num_{gauge}"],
+        peak_cpu_chunks=highest.get(gauge, 0),
         stored=_direction(total, "store", rows_of(frame, _kinds("store"), "kind").collect()),
         loaded=_direction(total, "load", loads),
         flushed_jobs=total.get("flushed_jobs", 0),

@@ -359,6 +359,14 @@ class PoolMachine(RuleBasedStateMachine):
         block_ids = data.draw(st.lists(st.integers(0, self.pool.num_blocks - 1)))
         assert self.pool.evict_blocks(block_ids) == self.reference.evict_blocks(block_ids)
 
+    @precondition(lambda self: self.reference.free)
+    @rule(data=st.data(), count=st.integers(0, 9))
+    def look_behind(self, data: st.DataObject, count: int) -> None:
+        free = self.reference.free
+        place = data.draw(st.integers(0, len(free) - 1))
+        assert self.pool.free_after(free[place], count).tolist() == free[place + 1 :][:count]
+        assert self.pool.free_after(None, count).tolist() == free[:count]
+
     @rule()
     def reset(self) -> None:
         assert self.pool.reset() == self.reference.reset()

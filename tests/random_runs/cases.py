@@ -109,7 +109,7 @@ def _config(rng: random.Random, kind: str) -> str:
         lines += [f"prefill = {rng.randint(1, 2)}", f"decode = {rng.randint(1, 2)}"]
     else:
         lines += [f"instances = {rng.randint(1, 2)}"]
-    if kind in ("mooncake", "multi", "offloading"):
+    if kind != "none":
         lines += [f"tp = {rng.choice((1, 1, 2))}", f"pp = {rng.choice((1, 1, 1, 2))}"]
     if rng.random() < 0.3:
         lines.append('proxy_decode = "least_loaded"')
@@ -138,6 +138,12 @@ def _connector(rng: random.Random, kind: str) -> list[str]:
     lines = []
     if kind in ("offloading", "multi", "simple_cpu"):
         lines.append(f"cpu_bytes_to_use = {_BLOCK_BYTES * 4 * rng.choice((20, 100, 2000))}")
+    if kind == "simple_cpu":
+        lines.append(f"lazy_offload = {_word(rng.random() < 0.5)}")
+        lines.append(f"copy_bytes_per_s = {rng.choice((10_000_000, 40_000_000_000))}")
+        if rng.random() < 0.3:
+            lines += ['kv_offload_backend = "disk"', "use_page_cache = true", f"disk_bytes_per_s = {10**9}"]
+            lines.append(f"disk_capacity_bytes = {_BLOCK_BYTES * 4 * rng.choice((20, 100, 2000))}")
     if kind in ("offloading", "multi"):
         lines.append(f"blocks_per_chunk = {rng.choice((1, 1, 2))}")
         spec_name = rng.choice(("CPUOffloadingSpec", "CPUOffloadingSpec", "TieringOffloadingSpec"))

@@ -73,7 +73,7 @@ def test_what_ranks_keep_of_a_block(preset: str, sets: list[str], num_parts: int
     assert config.is_replicated("engine") is is_replicated
 
 
-RANKS = "topology.tp, topology.pp: ranks of an instance are modelled with mooncake and offloading only so far"
+RANKS = "topology.tp, topology.pp: ranks of an instance are modelled with a connector only"
 
 
 def test_presets_of_the_project() -> None:

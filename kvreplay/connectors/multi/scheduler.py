@@ -63,6 +63,10 @@ class MultiScheduler:
         for child in self.children:
             child.note_allocated(block_ids)
 
+    def note_uneventful(self) -> None:
+        for child in self.children:
+            child.note_uneventful()
+
     def is_asked_in_vain(self, request_id: str, *, is_idle: bool) -> bool:
         return all(
             child.lookup_is_pure or child.is_asked_in_vain(request_id, is_idle=is_idle) for child in self.children

@@ -535,6 +535,8 @@ class OffloadingScheduler:
         """Blocks given out in this step to requests that are not shown."""
         self._allocated.append(block_ids)
 
+    def note_uneventful(self) -> None: ...
+
     def reset_cache(self) -> bool:
         """Forget everything that is offloaded. What is in flight is flushed, and its reports are disregarded."""
         engine_asserts(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvreplay.connectors.simple_cpu.stores import StoreCounts
 from kvreplay.connectors.simple_cpu.structs import Pairs
 from kvreplay.engine.output import SchedulerOutput, Share
 from kvreplay.engine.request import Request
@@ -18,16 +19,6 @@ from kvreplay.kv.cache_manager import KVCacheManager
 from kvreplay.kv.managers.base import KVGroupManager
 from kvreplay.kv.prefix_cache import NO_KEY
 from kvreplay.kv.specs import MAMBA
-
-
-@dataclass(slots=True)
-class StoreCounts:
-    """vLLM's BoundaryStoreStats, in short, and blocks of tables that found no room."""
-
-    handed_over: int = 0
-    stored_states: int = 0
-    refused: int = 0
-    """Offers for which there was no room: states are not offered again, blocks of tables are."""
 
 
 @dataclass(slots=True)
@@ -72,6 +63,12 @@ class EagerStores:
         self.in_flight.clear()
 
     # -- a step -----------------------------------------------------------------------------------------------
+
+    has_more = False
+    needs_shares = True
+    """What is generated is stored, too, each block in the step after it is full."""
+
+    def note_uneventful(self) -> None: ...
 
     def of_step(self, out: SchedulerOutput) -> tuple[Pairs, list[str]]:
         """What is stored, with its place in the CPU's pool, and whose it is."""

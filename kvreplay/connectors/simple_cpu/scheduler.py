@@ -1,4 +1,4 @@
-"""The scheduler's half: which blocks are in the CPU's pool, and which are on their way (vLLM: manager.py, eager mode).
+"""The scheduler's half: which blocks are in the CPU's pool, and which are on their way (vLLM: manager.py).
 
 The CPU's pool is a second prefix cache for the same groups, with a lookup of its own. All that a step stores is one
 event, and so is all that it loads. Whatever is copied is held on both sides until the copy is reported.
@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvreplay.connectors.simple_cpu.eager_stores import EagerStores
+from kvreplay.connectors.simple_cpu.lazy_stores import LazyStores
+from kvreplay.connectors.simple_cpu.stores import Stores
 from kvreplay.connectors.simple_cpu.structs import CopyEvent, Pairs, SimpleCpuMetadata, SimpleCpuOutput
 from kvreplay.engine.connector import KVConnectorOutput, PlainSchedulerHalf, RequestBlocks
 from kvreplay.engine.output import SchedulerOutput
@@ -59,9 +61,14 @@ class _Load:
 
 
 class SimpleCpuScheduler(PlainSchedulerHalf):
-    """`looks_again`: what a lookup has found is not pinned, but looked up once more when the request gets its blocks,
-    as before vllm#42289. `forgives_lost_keys`: a block that has lost its hash while it was stored is not entered,
-    instead of being fatal."""
+    """`lazy_batch_tokens`: store what the free queue is about to lose, as far ahead as a batch of so many tokens may
+    need blocks; None: store what requests have computed. `stops_circles`: see `LazyStores`.
+    `medium`: what the second pool is in.
+
+    `looks_again`: what a lookup has found is not pinned, but looked up once more when the request gets its blocks, as
+    before vllm#42289. `forgives_lost_keys`: a block that has lost its hash while it was stored is not entered, instead
+    of being fatal.
+    """
 
     requires_kv_delivery = False
     lookup_is_pure = True
@@ -75,15 +82,24 @@ class SimpleCpuScheduler(PlainSchedulerHalf):
         looks_again: bool,
         forgives_lost_keys: bool,
         observer: StoreObserver,
+        lazy_batch_tokens: int | None = None,
+        stops_circles: bool = True,
+        medium: str = "CPU",
     ) -> None:
         self._kv = kv
-        self.cpu = kv.over(BlockPool(num_blocks, num_keys))
+        is_lazy = lazy_batch_tokens is not None
+        self.cpu = kv.over(BlockPool(num_blocks, num_keys), allows_hits_inside_blocks=not is_lazy)
         """Its pool's block 0 is the null block."""
-        self.stores = EagerStores(kv, self.cpu)
+        self.stores: Stores = (
+            EagerStores(kv, self.cpu)
+            if lazy_batch_tokens is None
+            else LazyStores(kv, self.cpu, lazy_batch_tokens, stops_circles=stops_circles)
+        )
         self.lookup_version = 0
         self._looks_again = looks_again
         self._forgives_lost_keys = forgives_lost_keys
         self._observer = observer
+        self._medium = medium
         self._found: dict[str, _Found] = {}
         """Request → what its last lookup has found; pinned, unless it is looked up again."""
         self._loads: dict[str, _Load] = {}
@@ -105,7 +121,14 @@ class SimpleCpuScheduler(PlainSchedulerHalf):
         pass
 
     def needs_share(self, request_id: str) -> bool:
-        return True  # what it generates is stored, too, each block in the step after it is full
+        return self.stores.needs_shares
+
+    @property
+    def needs_every_step(self) -> bool:  # type: ignore[override]
+        return self.stores.has_more
+
+    def note_uneventful(self) -> None:
+        self.stores.note_uneventful()
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._unpin(request.request_id)
@@ -182,7 +205,7 @@ class SimpleCpuScheduler(PlainSchedulerHalf):
         return pairs
 
     def get_load_source(self, request_id: str) -> str | None:
-        return "CPU"
+        return self._medium
 
     def request_finished(self, request: Request, blocks: RequestBlocks) -> bool:
         """What is being copied has a reference of its own."""

@@ -1,5 +1,6 @@
-"""The workers' half: one thread that starts copies, and a stream for either direction (vLLM: worker.py,
-copy_backend.py).
+"""The workers' half: on each rank one thread that starts copies, and a stream for either direction (vLLM: worker.py,
+copy_backend.py). With a disk in the place of CPU memory either direction has a thread of its own, which waits for each
+copy (disk_backend.py).
 
 A stream's copies run one after another. Stores wait for the forward pass of the step that orders them. A copy's words
 move when it is over.
@@ -7,6 +8,7 @@ move when it is over.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -46,15 +48,24 @@ class _Stream:
         self.free_at_ns = 0
         self.num_bytes = 0
         self.busy_ns = 0
+        self.is_dead = False
+        """The thread that served it has met an exception."""
 
 
-class SimpleCpuWorkers:
-    """`block_bytes`: of one block on this rank; `num_words`: per group, of a block. `survives_errors`: an exception
-    fails its copy, not the thread."""
+def copy_address(instance: str, rank: int) -> str:
+    return f"{instance}/copies/{rank}"
+
+
+class _Rank:
+    """One rank's threads, its streams, and its share of the second pool.
+
+    `num_words`: per group, of a block. `survives_errors`: an exception fails its copy, not the thread. `on_end` is told
+    of each copy that is over, and of why it did not copy; `on_report` is called when that happens by itself.
+    """
 
     def __init__(
         self,
-        instance: str,
+        address: str,
         *,
         config: SimpleCpuConfig,
         block_bytes: int,
@@ -63,6 +74,7 @@ class SimpleCpuWorkers:
         survives_errors: bool,
         bus: Bus,
         memory: KVMemory,
+        on_end: Callable[[CopyEvent, str | None], None],
         on_report: Callable[[], None],
     ) -> None:
         self.streams = {True: _Stream(), False: _Stream()}
@@ -72,63 +84,36 @@ class SimpleCpuWorkers:
         self._survives_errors = survives_errors
         self._bus = bus
         self._memory = memory
+        self._on_end = on_end
         self._on_report = on_report
-        self._address = f"{instance}/copies"
+        self._address = address
         self._num_words = num_words
         self._words: WordArray = np.zeros((num_blocks, max(num_words)), np.uint64)
         self._wrong: dict[int, History] = {}
         """CPU blocks that are known to hold wrong words."""
-        self._is_dead = False
-        self._output = SimpleCpuOutput()
-        self._reasons: dict[str, str] = {}
-        bus.serve(self._address, lambda envelope: Answer(payload=envelope.payload.raises))
+        bus.serve(address, lambda envelope: Answer(payload=envelope.payload.raises))
 
-    # -- what the engine calls --------------------------------------------------------------------------------
-
-    def handle_preemptions(self, metadata: SimpleCpuMetadata) -> None:
-        """All copies that have been ordered end before blocks of a preempted request are written to."""
-        if not metadata.must_flush:
-            return
-        for stream in self.streams.values():
+    def flush(self) -> None:
+        """Whatever has been ordered ends now, as far as it ever does. Nobody waits for a disk's copies: they have no event
+        before they are over."""
+        for stream in self._awaited_streams:
             for waiting in list(stream.queue):
-                if self._is_dead or waiting.end_ns >= FOREVER_NS or not self._finish(waiting):
+                if stream.is_dead or waiting.end_ns >= FOREVER_NS or not self._finish(waiting):
                     break
 
-    def start_load_kv(self, metadata: SimpleCpuMetadata, compute_until_ns: int) -> int:
-        held_up_ns = 0
-        if metadata.must_flush and not self._is_dead:
-            held_up_ns = max(stream.free_at_ns for stream in self.streams.values())
-        if metadata.load is not None:
-            self._submit(metadata.load, 0)
-        if metadata.store is not None:
-            self._submit(metadata.store, compute_until_ns)
-        return held_up_ns
+    @property
+    def busy_until_ns(self) -> int:
+        """When what a flush waits for is over."""
+        return max((stream.free_at_ns for stream in self._awaited_streams), default=0)
 
-    def has_report(self) -> bool:
-        return bool(self._output)
+    @property
+    def _awaited_streams(self) -> list[_Stream]:
+        """But for those whose thread is gone."""
+        if self._config.is_on_disk:
+            return []
+        return [stream for stream in self.streams.values() if not stream.is_dead]
 
-    def gives_back(self) -> bool:
-        return False  # nobody waits for a copy to free blocks
-
-    def get_finished(self, finished_req_ids: Sequence[str]) -> SimpleCpuOutput | None:
-        if not self._output:
-            return None
-        output, self._output = self._output, SimpleCpuOutput()
-        return output
-
-    def failure_reason(self, request_id: str) -> str | None:
-        return self._reasons.pop(request_id, None)
-
-    def shutdown(self) -> None:
-        self._is_dead = True
-        self._bus.silence(self._address)
-        for stream in self.streams.values():
-            for waiting in stream.queue:
-                self._bus.loop.cancel(waiting.timer)
-
-    # -- the thread and its streams ---------------------------------------------------------------------------
-
-    def _submit(self, event: CopyEvent, not_before_ns: int) -> None:
+    def submit(self, event: CopyEvent, not_before_ns: int) -> None:
         loop, config = self._bus.loop, self._config
         stream = self.streams[event.is_store]
         size = len(event.pairs) * self._block_bytes
@@ -144,44 +129,43 @@ class SimpleCpuWorkers:
             )
         )
         start_ns = max(loop.now_ns, not_before_ns, stream.free_at_ns)
-        duration_ns = nanoseconds(config.copy_latency) + -(-size * NS_PER_S // config.copy_bytes_per_s)
+        duration_ns = nanoseconds(config.copy_latency) + -(-size * NS_PER_S // config.bytes_per_s)
         end_ns = FOREVER_NS if answer.never else min(start_ns + duration_ns + answer.delay_ns, FOREVER_NS)
         stream.free_at_ns = end_ns
         waiting = _Waiting(event, end_ns, bool(answer.payload), None)
-        if end_ns < FOREVER_NS and not self._is_dead:
+        if end_ns < FOREVER_NS and not stream.is_dead:
             timer = loop.call_at(end_ns, lambda: self._finish_next(stream))
             waiting = waiting._replace(timer=timer)
             stream.num_bytes += size
             stream.busy_ns += duration_ns
         stream.queue.append(waiting)
 
+    def shutdown(self) -> None:
+        self._bus.silence(self._address)
+        for stream in self.streams.values():
+            stream.is_dead = True
+            for waiting in stream.queue:
+                self._bus.loop.cancel(waiting.timer)
+
     def _finish_next(self, stream: _Stream) -> None:
-        if stream.queue and not self._is_dead:
+        if stream.queue and not stream.is_dead:
             self._finish(stream.queue[0])
             self._on_report()
 
     def _finish(self, waiting: _Waiting) -> bool:
         """The first of a stream is over. False if the thread has died of it, which nobody hears of."""
         event = waiting.event
-        queue = self.streams[event.is_store].queue
-        assert queue[0] is waiting
+        stream = self.streams[event.is_store]
+        assert stream.queue[0] is waiting
         if waiting.raises and not self._survives_errors:
-            self._is_dead = True
+            for served in [stream] if self._config.is_on_disk else self.streams.values():
+                served.is_dead = True
             return False
-        queue.popleft()
+        stream.queue.popleft()
         self._bus.loop.cancel(waiting.timer)
-        output = self._output
         if not waiting.raises:
             self._move(event)
-        if event.is_store:
-            output.stored.append(event.number)
-            if waiting.raises:
-                output.failed[event.number] = _RAISED
-            return True
-        output.finished_recving += event.req_ids
-        if waiting.raises:
-            output.failed_recving += event.req_ids
-            self._reasons.update(dict.fromkeys(event.req_ids, _RAISED))
+        self._on_end(event, _RAISED if waiting.raises else None)
         return True
 
     def _move(self, event: CopyEvent) -> None:
@@ -201,3 +185,116 @@ class SimpleCpuWorkers:
                 for gpu_block, cpu_block in zip(gpu_blocks.tolist(), cpu_blocks.tolist(), strict=True):
                     if cpu_block in self._wrong:
                         memory.set_history(gpu_block, self._wrong[cpu_block])
+
+
+@dataclass(slots=True)
+class _Reported:
+    """By how many ranks a copy is over, and why it failed on one of them."""
+
+    num_ranks: int = 0
+    failure: str | None = None
+
+
+class SimpleCpuWorkers:
+    """All ranks'. A copy is over for the scheduler when every rank has said so (vLLM: KVOutputAggregator for loads,
+    update_connector_output for stores).
+
+    `memories` and `num_words`: of each rank; the latter per group, of a block. `block_bytes`: of one block on a rank.
+    """
+
+    def __init__(
+        self,
+        instance: str,
+        *,
+        config: SimpleCpuConfig,
+        block_bytes: int,
+        num_blocks: int,
+        num_words: Sequence[Sequence[int]],
+        survives_errors: bool,
+        bus: Bus,
+        memories: Sequence[KVMemory],
+        on_report: Callable[[], None],
+    ) -> None:
+        self._bus = bus
+        self._output = SimpleCpuOutput()
+        self._reported: dict[tuple[bool, int], _Reported] = {}
+        self._reasons: dict[str, str] = {}
+        self.ranks = [
+            _Rank(
+                copy_address(instance, rank),
+                config=config,
+                block_bytes=block_bytes,
+                num_blocks=num_blocks,
+                num_words=words,
+                survives_errors=survives_errors,
+                bus=bus,
+                memory=memory,
+                on_end=self._note_end,
+                on_report=on_report,
+            )
+            for rank, (memory, words) in enumerate(zip(memories, num_words, strict=True))
+        ]
+
+    def num_bytes(self, *, is_store: bool) -> int:
+        """That have been copied one way."""
+        return sum(rank.streams[is_store].num_bytes for rank in self.ranks)
+
+    def busy_ns(self, *, is_store: bool) -> int:
+        return sum(rank.streams[is_store].busy_ns for rank in self.ranks)
+
+    # -- what the engine calls --------------------------------------------------------------------------------
+
+    def handle_preemptions(self, metadata: SimpleCpuMetadata) -> None:
+        """All copies that have been ordered end before blocks of a preempted request are written to."""
+        if metadata.must_flush:
+            for rank in self.ranks:
+                rank.flush()
+
+    def start_load_kv(self, metadata: SimpleCpuMetadata, compute_until_ns: int) -> int:
+        held_up_ns = max(rank.busy_until_ns for rank in self.ranks) if metadata.must_flush else 0
+        for rank in self.ranks:
+            if metadata.load is not None:
+                rank.submit(metadata.load, 0)
+            if metadata.store is not None:
+                rank.submit(metadata.store, compute_until_ns)
+        return held_up_ns
+
+    def has_report(self) -> bool:
+        return bool(self._output)
+
+    def gives_back(self) -> bool:
+        return False  # nobody waits for a copy to free blocks
+
+    def get_finished(self, finished_req_ids: Sequence[str]) -> SimpleCpuOutput | None:
+        if not self._output:
+            return None
+        output, self._output = self._output, SimpleCpuOutput()
+        return output
+
+    def failure_reason(self, request_id: str) -> str | None:
+        return self._reasons.pop(request_id, None)
+
+    def shutdown(self) -> None:
+        for rank in self.ranks:
+            rank.shutdown()
+
+    # -- reports ----------------------------------------------------------------------------------------------
+
+    def _note_end(self, event: CopyEvent, failure: str | None) -> None:
+        name = (event.is_store, event.number)
+        reported = self._reported.setdefault(name, _Reported())
+        reported.num_ranks += 1
+        reported.failure = reported.failure or failure
+        if reported.num_ranks < len(self.ranks):
+            return
+        del self._reported[name]
+        output = self._output
+        if event.is_store:
+            output.stored.append(event.number)
+            if reported.failure is not None:
+                output.failed[event.number] = reported.failure
+            return
+        output.finished_recving += event.req_ids
+        if reported.failure is not None:
+            output.failed_recving += event.req_ids
+            self._reasons.update(dict.fromkeys(event.req_ids, reported.failure))

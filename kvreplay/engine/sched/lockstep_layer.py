@@ -168,6 +168,8 @@ class LockstepLayer(SchedulerState):
         self.next_output_step = self.step + 1
         self._in_step = False
         self._num_executed_steps += num_steps
+        if self.connector is not None:
+            self.connector.note_uneventful()
         return min(least_free, self.pool.num_free)
 
     def _join_lockstep(self, request: Request) -> None:

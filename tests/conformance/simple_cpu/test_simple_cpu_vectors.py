@@ -22,7 +22,7 @@ def read(path: Path) -> Any:  # noqa: ANN401 - JSON
 
 
 def test_they_are_from_the_real_one_and_of_one_kind() -> None:
-    assert len(VECTORS) == 20
+    assert len(VECTORS) == 30
     for path in VECTORS:
         vector = read_vector(path)
         assert vector is not None
@@ -43,13 +43,17 @@ def test_they_show_what_matters() -> None:
     assert sum("store" in step for step in steps) > 100
     assert any(step.get("flush") for step in steps)
     assert any(len(set(step["store"][1])) < len(step["store"][1]) for step in steps if "store" in step)
+    lazy = [path for path in VECTORS if read(path)["workload"]["simple_cpu"].get("lazy_offload")]
+    assert len(lazy) == 10
+    assert all(any("load" in step for step in read(path)["steps"]) for path in lazy)
     engines = [read(path)["workload"]["engine"] for path in VECTORS]
     assert any("spec" in engine for engine in engines)
     assert any(engine.get("async_scheduling") for engine in engines)
 
 
 @pytest.mark.parametrize(
-    "spec", [{"num_cpu_blocks": 1}, {"store_steps": 0}, {"load_steps": "soon"}, {"cpu_blocks": 5}, []]
+    "spec",
+    [{"num_cpu_blocks": 1}, {"store_steps": 0}, {"load_steps": "soon"}, {"cpu_blocks": 5}, {"lazy_offload": 1}, []],
 )
 def test_a_workload_that_is_none_is_refused(spec: Any) -> None:  # noqa: ANN401 - JSON
     workload = {**read(VECTORS[-1])["workload"], "simple_cpu": spec}
