@@ -6,7 +6,7 @@ import random
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvreplay.cli.app import run_app
 
@@ -52,11 +52,24 @@ class Case:
         return [*self.options, *(word for fault in self.faults for word in ("--inject", fault))]
 
 
-def draw(seed: int) -> Case:
+KINDS: Final = ("none", "offloading", "simple_cpu", "mooncake", "multi")
+
+
+class Wish(NamedTuple):
+    """What all cases are to have, whatever is drawn."""
+
+    kind: str | None = None
+    profile: str | None = None
+    faults: tuple[str, ...] = ()
+
+
+def draw(seed: int, wish: Wish = Wish()) -> Case:  # noqa: B008 - a constant
     rng = random.Random(seed)
     kind = rng.choice(("none", "offloading", "offloading", "simple_cpu", "mooncake", "mooncake", "multi"))
+    kind = wish.kind or kind
     others = list(_known("profiles")["profiles"])
     profile = rng.choices((None, "ideal", *others), (4, 6, *[0.2] * len(others)))[0]
+    profile = wish.profile or profile
     faults = [_fault(rng, kind) for _ in range(rng.choice((0, 0, 1, 1, 2, 3)))]
     options = ["--seed", str(rng.randrange(1000))]
     if profile is not None:
@@ -72,7 +85,7 @@ def draw(seed: int) -> Case:
         config=config,
         blocks=rng.choice((0, 3, 40, 400)),
         options=tuple(options),
-        faults=tuple(fault for fault in faults if fault is not None),
+        faults=(*wish.faults, *(fault for fault in faults if fault is not None)),
         # Whose policy is to fail loses requests to timeouts shorter than its queue, which no fault names.
         is_ideal=profile == "ideal" and 'policy = "fail"' not in config,
     )

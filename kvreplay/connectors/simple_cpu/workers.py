@@ -94,8 +94,8 @@ class _Rank:
         bus.serve(address, lambda envelope: Answer(payload=envelope.payload.raises))
 
     def flush(self) -> None:
-        """Whatever has been ordered ends now, as far as it ever does. Nobody waits for a disk's copies: they have no event
-        before they are over."""
+        """Whatever has been ordered ends now, as far as it ever does. Nobody waits for a disk's copies: they have no
+        event before they are over."""
         for stream in self._awaited_streams:
             for waiting in list(stream.queue):
                 if stream.is_dead or waiting.end_ns >= FOREVER_NS or not self._finish(waiting):
