@@ -13,6 +13,7 @@ from kvreplay.checkers.frames import rows_of
 from kvreplay.checkers.no_fatal import is_action_on_instance, is_of_whole_instance, unfaulted_failures
 from kvreplay.faults.catalogue import catalogue
 from kvreplay.ids import NS_PER_S, nanoseconds
+from kvreplay.sim.envelope import BOOTSTRAP_REGISTER
 from kvreplay.sim.event_loop import FOREVER_NS
 from kvreplay.verdict import counts
 from kvreplay.verdict.attach import Attached, StallKey, attach
@@ -25,6 +26,9 @@ from kvreplay.verdict.verdict import Verdict, judge
 
 _Cause = TypeVar("_Cause", Stall, Crash)
 _RAISING: Final = [name for name, row in catalogue().items() if row.verb == "step-raises"]
+_AT_START: Final = [
+    name for name, row in catalogue().items() if row.verb == "startup" or row.target == BOOTSTRAP_REGISTER
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +153,9 @@ def _deaths(frame: pl.DataFrame, faults: pl.DataFrame, requests: pl.DataFrame) -
     acted = faults.join(places, on="request_id", how="left", maintain_order="left")
     behind = []
     last_death: dict[str | None, int] = {}
-    for instance, time_ns in rows.select("instance", "time_ns").rows():
-        behind.append(_fault_behind(acted, instance, last_death.get(instance, -1), time_ns))
+    for instance, time_ns, step in rows.select("instance", "time_ns", "step").rows():
+        likely = _RAISING if step is None or step >= 0 else _AT_START
+        behind.append(_fault_behind(acted, instance, likely, last_death.get(instance, -1), time_ns))
         last_death[instance] = time_ns
     return rows.with_columns(fault=pl.Series(behind, dtype=pl.String))
 
@@ -166,12 +171,15 @@ def _crash(row: Mapping[str, Any]) -> Crash:
     )
 
 
-def _fault_behind(acted: pl.DataFrame, instance: str | None, after_ns: int, until_ns: int) -> str | None:
-    """The last one there before a death, but that which has a step raise, since the last death, comes before others."""
+def _fault_behind(
+    acted: pl.DataFrame, instance: str | None, likely: Sequence[str], after_ns: int, until_ns: int
+) -> str | None:
+    """The last one there before a death, but those that are likely to kill, since the last death, come before others:
+    whatever has a step raise, or, before the first step, keeps an instance from coming up."""
     is_there = pl.any_horizontal(pl.col("instance", "peer", "serving", "producer") == instance)
     rows = acted.filter(is_there, pl.col("time_ns") <= until_ns)
-    raising = rows.filter(pl.col("status").is_in(_RAISING), pl.col("time_ns") > after_ns)
-    chosen = rows if raising.is_empty() else raising
+    likely_rows = rows.filter(pl.col("status").is_in(likely), pl.col("time_ns") > after_ns)
+    chosen = rows if likely_rows.is_empty() else likely_rows
     return None if chosen.is_empty() else chosen["cause"][-1] or chosen["status"][-1]
 
 

@@ -316,6 +316,19 @@ def test_a_step_that_was_made_to_raise_is_behind_a_death_whatever_came_between(s
     assert [crash.fault for crash in told.crashes] == [f"{raises}:at=3s", f"{resets}:at=9s"]
 
 
+def test_who_never_came_up_died_of_what_kept_it_from_that(sum_up: SumUp) -> None:
+    register, resets = "mooncake.register-timeout", "cache.reset"
+    told = sum_up(
+        Event("fault.injected", ns(3), "P0", status=register, cause=register),
+        Event("fault.injected", ns(4), "P0", status=resets, cause=f"{resets}:at=4s"),
+        Event("engine.crashed", ns(93), "P0", -1, status="RuntimeError", cause="Failed to register"),
+        Event("fault.injected", ns(94), "P0", status=register, cause=register),
+        Event("fault.injected", ns(95), "P0", status=resets, cause=f"{resets}:at=95s"),
+        Event("engine.crashed", ns(96), "P0", 7, status="AssertionError", cause="no"),
+    )
+    assert [crash.fault for crash in told.crashes] == [register, f"{resets}:at=95s"]
+
+
 @pytest.mark.parametrize(
     ("fault", "blamed"),
     [
