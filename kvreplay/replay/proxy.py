@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from kvreplay.connectors.mooncake.addresses import bootstrap_url
-from kvreplay.events import CONNECTION_REFUSED, Event, EventSink
+from kvreplay.events import CONNECTION_REFUSED, PREFILL_FAILED, Event, EventSink
 from kvreplay.replay.config import Role, Routing, TopologyConfig
 from kvreplay.replay.node import Leg, OnEnd
 from kvreplay.sim.bus import Bus, owner_of
@@ -20,8 +20,6 @@ from kvreplay.trace.workload import Arrival, Workload
 
 PROXY = "proxy"
 CLIENT = "client"
-PREFILL_FAILED = "prefill failed"
-"""Cause of a `request.rejected`: its producer's leg has ended without a result, before the other was sent."""
 
 RewriteParams: TypeAlias = Callable[[Mapping[str, Any], str, str], Mapping[str, Any]]
 """(kv_transfer_params, request id, instance) → the parameters as they reach that instance."""

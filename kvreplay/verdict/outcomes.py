@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 import polars as pl
 
 from kvreplay.checkers.frames import client_ends, routes, rows_of
-from kvreplay.events import CONNECTION_REFUSED, TERMINAL_KINDS
+from kvreplay.events import CONNECTION_REFUSED, PREFILL_FAILED, TERMINAL_KINDS
 from kvreplay.ids import NS_PER_S
 from kvreplay.trace.percentiles import nearest_rank
 from kvreplay.verdict.model import Latency, Overdue, Percentiles, Reason, Requests, Stall
@@ -188,7 +188,7 @@ def followers(
     """Requests that came to harm no earlier than a fault acted on the instance which served or fed them (`acted`: its
     rows), or that it is known to have harmed or `held_up`; less the `named`: what harmed those is known."""
     is_harmed = pl.col("outcome").is_in(["failed", "stalled", "unfinished"]) | (
-        (pl.col("outcome") == "rejected") & (pl.col("cause") == CONNECTION_REFUSED)
+        (pl.col("outcome") == "rejected") & pl.col("cause").is_in([CONNECTION_REFUSED, PREFILL_FAILED])
     )
     harmed = requests.filter(is_harmed, ~pl.col("request_id").is_in(named.implode()))
     since = acted.drop_nulls("instance").group_by("instance").agg(since_ns=pl.col("time_ns").min())

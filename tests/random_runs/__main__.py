@@ -72,8 +72,11 @@ def main() -> int:
     parser.add_argument(
         "--inject", action="append", default=[], metavar="SPEC", help="a fault that all have; repeatable"
     )
+    parser.add_argument(
+        "--behaviour", action="append", default=[], metavar="SWITCH", help="one that all have; repeatable"
+    )
     options = parser.parse_args()
-    wish = Wish(options.kind, options.profile, tuple(options.inject))
+    wish = Wish(options.kind, options.profile, tuple(options.inject), tuple(options.behaviour))
     if options.show is not None:
         show(options.show, wish)
         return 0

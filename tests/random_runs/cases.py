@@ -61,6 +61,7 @@ class Wish(NamedTuple):
     kind: str | None = None
     profile: str | None = None
     faults: tuple[str, ...] = ()
+    switches: tuple[str, ...] = ()
 
 
 def draw(seed: int, wish: Wish = Wish()) -> Case:  # noqa: B008 - a constant
@@ -79,6 +80,7 @@ def draw(seed: int, wish: Wish = Wish()) -> Case:  # noqa: B008 - a constant
         options += ["--behaviour", f"{name}={rng.choice(list(switch['values']))}"]
     if profile != "ideal" and rng.random() < 0.4:
         options += ["--policy", rng.choice(("fail", "recompute"))]
+    options += [word for switch in wish.switches for word in ("--behaviour", switch)]
     config = _config(rng, kind)
     return Case(
         workload=tuple(_workload(rng)),

@@ -358,6 +358,21 @@ def test_a_crash_is_blamed_on_the_last_fault_there_and_what_is_refused_later_too
     assert {name: count for name, count in told.faults[0].followed.items() if name == "rejected"} == followed
 
 
+def test_a_leg_that_a_dead_producer_has_lost_is_put_down_to_that(sum_up: SumUp) -> None:
+    """Its client is refused where the other leg has not been sent yet."""
+    told = sum_up(
+        Event("fault.injected", ns(3), "P0", status="peer-crash", cause="peer-crash:at=3s"),
+        arrived("r1", 4),
+        Event("request.routed", ns(4), "D0", request_id="r1", peer="P0"),
+        Event("request.rejected", ns(4), "D0", request_id="r1", cause="prefill failed"),
+        arrived("r2", 4),
+        Event("request.routed", ns(4), "D0", request_id="r2", peer="P1"),
+        Event("request.rejected", ns(4), "D0", request_id="r2", cause="prefill failed"),
+    )
+    assert told.faults[0].followed == {"rejected": 1}
+    assert told.requests.rejected_unfaulted == 1
+
+
 def test_counters_survive_a_restart(sum_up: SumUp) -> None:
     samples = [
         event for at, steps in ((10, 100), (20, 150), (30, 20), (40, 30)) for event in usage("D0", at, steps=steps)
