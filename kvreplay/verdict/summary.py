@@ -260,7 +260,9 @@ def _fault(
     blamed: Mapping[int, Sequence[str]],
 ) -> _Became:
     requests = found.requests
-    names = rows["request_id"].drop_nulls().unique(maintain_order=True).to_list()
+    # A fault may meet the pulls that another makes up.
+    real = rows.filter(pl.col("request_id").is_in(requests["request_id"].implode()))
+    names = real["request_id"].unique(maintain_order=True).to_list()
     moments = _num_moments(rows)
     held_up = [stall.request_id for stall in found.stalls if stall.fault == fault.spec]
     acted = pl.concat([part.select("instance", "time_ns") for part in (rows.filter(is_of_whole_instance()), deaths)])

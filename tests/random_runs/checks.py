@@ -58,6 +58,7 @@ def complaints(case: Case, shell: Shell) -> Iterator[str]:
         yield f"exit status {status}, told {verdict['exit_status']}"
     if case.is_ideal:
         yield from _ideal(verdict)
+    yield from _what_does_not_add_up(verdict)
     yield from _same_however_asked(case, shell, arguments, verdict)
 
 
@@ -78,6 +79,59 @@ def _ideal(verdict: dict[str, Any]) -> Iterator[str]:
             yield f"ideal dies: {crash}"
     if verdict["verdict"] not in ("passed", "crashed"):
         yield f"ideal: {verdict['verdict']}, {verdict['reasons']}"
+
+
+def _what_does_not_add_up(verdict: dict[str, Any]) -> Iterator[str]:
+    """Numbers of a verdict that are told twice, once by parts."""
+    requests, evicted, recomputed = (verdict[name] for name in ("requests", "evicted_blocks", "recomputed_tokens"))
+    instances, loads = verdict["instances"], verdict["loads"]
+    transfers = verdict["transfers"] or {"started": 0, "finished": 0, "failed": 0, "failed_by_cause": {}}
+    outcomes = ("finished", "failed", "aborted", "rejected", "stalled", "unfinished")
+    sums = {
+        "requests": (requests["total"], [requests[name] for name in outcomes]),
+        "stalled": (requests["stalled"], [requests["lost"], requests["held_up"]]),
+        "finished": (requests["finished"], [verdict["latency_s"]["e2e"]["count"]]),
+        "recomputed by cause": (recomputed["total"], recomputed["by_cause"].values()),
+        "recomputed by instance": (
+            recomputed["total"],
+            [count for causes in recomputed["by_instance"].values() for count in causes.values()],
+        ),
+        "evicted by cause": (evicted["total"], evicted["by_cause"].values()),
+        "evicted by group": (evicted["total"], evicted["by_group"].values()),
+        "evicted by group and cause": (
+            evicted["total"],
+            [count for causes in evicted["by_group_and_cause"].values() for count in causes.values()],
+        ),
+        "computed": (verdict["computed_tokens"], [instance["computed_tokens"] for instance in instances]),
+        "loaded": (verdict["loaded_tokens"], [instance["loaded_tokens"] for instance in instances]),
+        "failed loads": (loads["failed"], loads["failed_by_cause"].values()),
+        "failed transfers": (transfers["failed"], transfers["failed_by_cause"].values()),
+    }
+    for outcome in ("failed", "aborted", "rejected"):
+        counts = [reason["count"] for reason in verdict["reasons"] if reason["outcome"] == outcome]
+        if outcome != "aborted" or counts:  # of aborts only those with a cause
+            sums[f"reasons of {outcome}"] = (requests[outcome], counts)
+    for fault in verdict["faults"]:
+        sums[f"requests of {fault['spec']}"] = (fault["requests"], fault["outcomes"].values())
+    for name, (total, parts) in sums.items():
+        if total != sum(parts):
+            yield f"{name}: {total} in all, and {list(parts)} by part"
+    ends = {"loads": loads, "transfers": transfers, **{f"tier's {way}": each for way, each in _moves(verdict).items()}}
+    for name, counts in ends.items():
+        if counts["started"] < counts["finished"] + counts["failed"]:
+            yield f"more {name} end than start: {_cut(counts)}"
+    for instance in instances:
+        if instance["peak_blocks"] >= instance["num_gpu_blocks"] or not 0 <= (instance["busy"] or 0) <= 1:
+            yield f"impossible: {_cut(instance)}"
+    if requests["rejected_unfaulted"] and not verdict["crashes"]:
+        yield f"refused for nothing: {requests['rejected_unfaulted']}"
+    if (verdict["verdict"] == "passed") != (verdict["exit_status"] == 0):
+        yield f"{verdict['verdict']} with exit status {verdict['exit_status']}"
+
+
+def _moves(verdict: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    tiers = verdict["tiers"] or {}
+    return {way: tiers[way] for way in ("stored", "loaded") if way in tiers}
 
 
 def _same_however_asked(case: Case, shell: Shell, arguments: list[str], verdict: dict[str, Any]) -> Iterator[str]:

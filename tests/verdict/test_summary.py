@@ -358,6 +358,17 @@ def test_a_crash_is_blamed_on_the_last_fault_there_and_what_is_refused_later_too
     assert {name: count for name, count in told.faults[0].followed.items() if name == "rejected"} == followed
 
 
+def test_only_requests_of_clients_are_named(sum_up: SumUp) -> None:
+    """A fault may also meet the pulls with which another saturates a queue."""
+    told = sum_up(
+        arrived("r1", 1),
+        Event("fault.injected", ns(3), "D0", request_id="r1", status="timeout", cause="timeout:p=0.5"),
+        Event("fault.injected", ns(3), "D0", request_id="r1/queued/0", status="timeout", cause="timeout:p=0.5"),
+    )
+    (fault,) = told.faults
+    assert fault.requests == sum(fault.outcomes.values()) == 1
+
+
 def test_a_leg_that_a_dead_producer_has_lost_is_put_down_to_that(sum_up: SumUp) -> None:
     """Its client is refused where the other leg has not been sent yet."""
     told = sum_up(
