@@ -108,6 +108,10 @@ class SchedulerState:
         self.failed_recving: dict[str, None] = {}
         self.finished_req_ids: list[str] = []
         self.livelocked: dict[str, Request] = {}
+        self._bystanders: tuple[object, ...] = ()
+        """Those who waited when somebody had once more gone in circles so often; see `_look_at_bystanders`."""
+        self._bystanders_stay = False
+        """They had been the same the time before."""
         """Requests that go round in circles: counted as stalled, though something keeps happening to them."""
         self.contents: ContentsModel | None = None
         """Whoever models what is in the blocks; None: nobody does."""
@@ -217,7 +221,23 @@ class SchedulerState:
     @property
     def is_livelocked(self) -> bool:
         """Whether all that is left to do is done in vain."""
-        return bool(self.livelocked) and len(self.livelocked) == len(self.running) + self.num_waiting
+        if not self.livelocked:
+            return False
+        if len(self.livelocked) == len(self.running) + self.num_waiting:
+            return True
+        if not self._bystanders_stay or not self.running.keys() <= self.livelocked.keys():
+            return False
+        return self._look_at_bystanders() == self._bystanders
+
+    def _look_at_bystanders(self) -> tuple[object, ...]:
+        """What would show that those who wait, and do not go in circles, get on in between."""
+        others = [
+            (request.request_id, request.status, request.num_tokens, request.num_computed_tokens)
+            for queue in (self.waiting, self.kv_holding_waiting)
+            for request in queue
+            if request.request_id not in self.livelocked
+        ]
+        return (*others, *self.finished_recving)
 
     def _budget_left(self, out: SchedulerOutput) -> int:
         """Tokens that one more request may get in this step."""
@@ -263,8 +283,11 @@ class SchedulerState:
 
     def _count_attempt(self, request: Request) -> None:
         request.attempts += 1
-        if request.attempts == LIVELOCK_ATTEMPTS:
+        if request.attempts % LIVELOCK_ATTEMPTS == 0:
             self.livelocked[request.request_id] = request
+            bystanders = self._look_at_bystanders()
+            self._bystanders_stay = bystanders == self._bystanders
+            self._bystanders = bystanders
 
     def _forget_attempts(self, request: Request) -> None:
         request.attempts = 0
