@@ -113,7 +113,7 @@ class Instance(SteppingInstance):
             return
         if self._coast is not None:
             self._shorten_coast(self._coast)
-        elif self._timer is not None and self._timer.daemon and (self._in_flight is None or self._room_comes):
+        elif self._timer is not None and self._timer.daemon and (self._in_flight is None or self._circles_may_end):
             time_ns, action = self._timer.time_ns, self._timer.action
             assert action is not None
             self._loop.cancel(self._timer)

@@ -390,6 +390,7 @@ class Scheduler(AdmissionLayer):
                 request.num_draft_tokens = 0 if request.is_prefill_chunk else self._num_spec_tokens
 
     def _update_from_kv_xfer_finished(self, reports: KVConnectorOutput) -> None:
+        self._num_reports_since += 1
         if self.connector is not None:
             self.connector.update_connector_output(reports)
         for request_id in reports.finished_recving:

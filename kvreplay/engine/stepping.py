@@ -171,13 +171,19 @@ class SteppingInstance:
 
     def _set_timer(self, time_ns: int, action: Callable[[], None], *, daemon: bool = False) -> None:
         # Circles, and polls that only ask again, keep no run alive: nothing comes of them by themselves.
-        daemon |= self.scheduler.is_livelocked and not self._room_comes
+        daemon |= self.scheduler.is_livelocked and not self._circles_may_end
         self._timer = self._loop.call_at(time_ns, action, rank=self._rank, daemon=daemon)
 
     @property
-    def _room_comes(self) -> bool:
-        """Whether the workers have a report that gives blocks back: a circle may end with it."""
-        return self._workers is not None and self._workers.gives_back()
+    def _circles_may_end(self) -> bool:
+        """Whether something has come from outside: requests, aborts, or a report that gives blocks back, or brings what
+        somebody else is parked for."""
+        if self._arrivals or self._aborts or self._preemptions or self._resets:
+            return True
+        workers = self._workers
+        if workers is None:
+            return False
+        return workers.gives_back() or (workers.has_report() and self.scheduler.may_hear_of_bystanders)
 
     def _sync_clock(self) -> None:
         self._log.now_ns = self._loop.now_ns

@@ -128,26 +128,50 @@ class TestClock:
         assert [name for _, name in stage.ended] == (["a", "b"] if gives_back else ["a"])
         assert list(stage.bench.scheduler.livelocked) == ([] if gives_back else ["b"])
 
-    @pytest.mark.parametrize("gives_back", [True, False])
-    def test_who_waits_behind_a_circle_keeps_it_from_no_end(self, gives_back: bool) -> None:
-        """`c` is never looked at while `b` goes in circles, and `d` is parked for a load that nobody brings."""
+    @pytest.mark.parametrize(
+        ("report", "ended"),
+        [
+            ({}, ["a"]),
+            ({"finished_sending": ["a"]}, ["a", "b", "c"]),
+            ({"finished_recving": ["d"]}, ["a", "d", "b", "c"]),
+        ],
+        ids=["nothing", "blocks of an ended request", "a load"],
+    )
+    def test_who_waits_behind_a_circle_keeps_it_from_no_end(
+        self, report: dict[str, list[str]], ended: list[str]
+    ) -> None:
+        """`c` is never looked at while `b` goes in circles, and `d` is parked for a load."""
         stage = Stage(
-            {"a": RequestScript(delay_free=True), "d": RequestScript(tokens=8, is_async=True)},
-            num_gpu_blocks=13,
+            {"a": RequestScript(delay_free=True), "d": RequestScript(tokens=16, is_async=True)},
+            num_gpu_blocks=17 if "d" in ended else 15,
             enable_prefix_caching=False,
             max_num_batched_tokens=16,
             scheduler_reserve_full_isl=False,
         )
         stage.at(0, stage.submit, "a", 20, max_tokens=1)
-        stage.at(25, stage.submit, "d", 9, max_tokens=1)
-        stage.at(40, stage.submit, "b", 32, max_tokens=1)
+        stage.at(25, stage.submit, "d", 17, max_tokens=1)
+        stage.at(40, stage.submit, "b", 44 if "d" in ended else 32, max_tokens=1)
         stage.at(40, stage.submit, "c", 40, max_tokens=1)
-        if gives_back:
-            stage.at(60_001, stage.report, finished_sending=["a"])
+        if report:
+            stage.at(60_001, stage.report, **report)
         stage.run()
-        assert [name for _, name in stage.ended] == (["a", "b", "c"] if gives_back else ["a"])
-        assert list(stage.bench.scheduler.livelocked) == ([] if gives_back else ["b"])
-        assert [request.request_id for request in stage.bench.scheduler.kv_holding_waiting] == ["d"]
+        assert [name for _, name in stage.ended] == ended
+        assert list(stage.bench.scheduler.livelocked) == ([] if report else ["b"])
+
+    def test_an_abort_ends_a_circle(self) -> None:
+        stage = Stage(
+            {"a": RequestScript(delay_free=True)},
+            num_gpu_blocks=11,
+            enable_prefix_caching=False,
+            max_num_batched_tokens=16,
+            scheduler_reserve_full_isl=False,
+        )
+        stage.at(0, stage.submit, "a", 20, max_tokens=1)
+        stage.at(30, stage.submit, "b", 32, max_tokens=1)
+        stage.at(40, stage.submit, "c", 8, max_tokens=1)
+        stage.at(60_001, stage.instance.abort, "b")
+        stage.run()
+        assert [name for _, name in stage.ended] == ["a", "b", "c"]
 
     def test_a_prompt_beyond_the_models_length_is_rejected(self) -> None:
         stage = Stage(max_model_len=16)

@@ -29,7 +29,8 @@ def _raise(envelope: Envelope, settings: Settings, draw: int) -> list[Delivery]:
 ROWS: Final = (
     FaultRow(
         name="simple-cpu.copy-raises",
-        models="an exception in the copy thread, which dies of it: no later copy ever completes",
+        models="an exception in a rank's copy thread, which dies of it: no later copy ever completes (with a disk: "
+        "none of that direction)",
         verb="replace",
         target=COPY_JOB,
         survives="a load's request fails or is computed, a store's blocks are forgotten; the thread goes on",

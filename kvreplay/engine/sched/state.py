@@ -15,7 +15,7 @@ from kvreplay.engine.log import EngineLog
 from kvreplay.engine.options import VLLM_0_33_OPTIONS, SchedulerOptions
 from kvreplay.engine.output import RequestOutput, SchedulerOutput, Share
 from kvreplay.engine.queues import PriorityQueue, RequestQueue
-from kvreplay.engine.request import Request
+from kvreplay.engine.request import UNDECIDED, Request, RequestStatus
 from kvreplay.engine.sampler import Sampler
 from kvreplay.engine.sched.contents import ContentsModel
 from kvreplay.kv.block_table import BlockTable
@@ -108,11 +108,13 @@ class SchedulerState:
         self.failed_recving: dict[str, None] = {}
         self.finished_req_ids: list[str] = []
         self.livelocked: dict[str, Request] = {}
+        """Requests that go round in circles: counted as stalled, though something keeps happening to them."""
         self._bystanders: tuple[object, ...] = ()
         """Those who waited when somebody had once more gone in circles so often; see `_look_at_bystanders`."""
         self._bystanders_stay = False
         """They had been the same the time before."""
-        """Requests that go round in circles: counted as stalled, though something keeps happening to them."""
+        self._num_reports_since = 0
+        """Steps that brought reports, since they were last seen to change."""
         self.contents: ContentsModel | None = None
         """Whoever models what is in the blocks; None: nobody does."""
         self.on_invalid_evicted: Callable[[list[int]], None] | None = None
@@ -227,7 +229,21 @@ class SchedulerState:
             return True
         if not self._bystanders_stay or not self.running.keys() <= self.livelocked.keys():
             return False
+        if any(
+            request.lookup_answer == UNDECIDED for request in self.waiting if request.request_id not in self.livelocked
+        ):
+            return False  # it may be answered without any report
         return self._look_at_bystanders() == self._bystanders
+
+    @property
+    def may_hear_of_bystanders(self) -> bool:
+        """Whether the next report may be of somebody who is parked, and not of one more of the circle's own loads."""
+        if self._num_reports_since >= LIVELOCK_ATTEMPTS:
+            return False
+        return any(
+            request.status is RequestStatus.WAITING_FOR_REMOTE_KVS and request.request_id not in self.livelocked
+            for request in self.kv_holding_waiting
+        )
 
     def _look_at_bystanders(self) -> tuple[object, ...]:
         """What would show that those who wait, and do not go in circles, get on in between."""
@@ -288,6 +304,8 @@ class SchedulerState:
             bystanders = self._look_at_bystanders()
             self._bystanders_stay = bystanders == self._bystanders
             self._bystanders = bystanders
+            if not self._bystanders_stay:
+                self._num_reports_since = 0
 
     def _forget_attempts(self, request: Request) -> None:
         request.attempts = 0
