@@ -262,6 +262,10 @@ class TestSeveralRanks:
         assert [shared.num_blocks(4, num_ranks) for num_ranks in (1, 2, 4)] == [64, 32, 16]
         with pytest.raises(ConfigError, match=r"cpu_bytes_to_use: 4 bytes of a rank hold no two blocks of 4, one of"):
             shared.num_blocks(4, 64)
+        with pytest.raises(
+            ConfigError, match=r"8,589,934,592 bytes are 2,147,483,648 blocks of this model, and at most"
+        ):
+            SimpleCpuConfig().num_blocks(4)
         assert SimpleCpuConfig(cpu_bytes_to_use=1, cpu_bytes_to_use_per_rank=40).num_blocks(4, 8) == 10
 
 

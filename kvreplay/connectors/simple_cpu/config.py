@@ -12,6 +12,8 @@ _DISK_BYTES_PER_S: Final = 5_000_000_000
 _CPU_BYTES: Final = 8 << 30
 _DISK_BYTES: Final = 100 << 30
 _DISK_PAGE: Final = 4096
+MAX_BLOCKS: Final = 1 << 24
+"""Of the second pool: more would take gigabytes to keep track of."""
 
 Backend = Literal["cpu", "disk"]
 
@@ -82,9 +84,15 @@ class SimpleCpuConfig:
                 "is the null block"
             )
         if self.num_cpu_blocks is None:
+            if held > MAX_BLOCKS:
+                raise ConfigError(
+                    f"connector.{name}: {rank_bytes:,} bytes are {held:,} blocks of this model, and at most "
+                    f"{MAX_BLOCKS:,} are kept track of"
+                )
             return held
-        if not 2 <= self.num_cpu_blocks <= held:
+        if not 2 <= self.num_cpu_blocks <= min(held, MAX_BLOCKS):
             raise ConfigError(
-                f"connector.num_cpu_blocks must be in [2, {held}], what {name} holds, got {self.num_cpu_blocks}"
+                f"connector.num_cpu_blocks must be in [2, {min(held, MAX_BLOCKS)}], what {name} holds, "
+                f"got {self.num_cpu_blocks}"
             )
         return self.num_cpu_blocks
