@@ -203,3 +203,5 @@ CONNECTION_REFUSED: Final = "connection refused"
 """Cause of a `request.rejected`: nobody listened at the instance."""
 PREFILL_FAILED: Final = "prefill failed"
 """Another: its producer's leg has ended without a result, before the consumer's was sent."""
+TIER_GAUGES: Final = {"CPU": "cpu_chunks", "STORAGE": "disk_chunks"}
+"""Medium of the tier next to the GPU → the `usage` of what it holds; `num_` before it: of what it could hold."""

@@ -30,7 +30,7 @@ from kvreplay.engine.scheduler import Scheduler
 from kvreplay.engine.stepping import Counters
 from kvreplay.engine.worker import WorkerModel
 from kvreplay.errors import EngineFatal
-from kvreplay.events import EventSink
+from kvreplay.events import TIER_GAUGES, EventSink
 from kvreplay.kv.attention_managers import make_cache_manager
 from kvreplay.kv.block_pool import BlockPool
 from kvreplay.kv.block_rows import words_per_block
@@ -61,7 +61,7 @@ class OnEnd(Protocol):
 
 _FINISHED: Final = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
-_GAUGES: Final = ("cpu_chunks", "num_cpu_chunks", "disk_chunks", "num_disk_chunks")
+_GAUGES: Final = [name for gauge in TIER_GAUGES.values() for name in (gauge, f"num_{gauge}")]
 
 
 def instance_names(config: ReplayConfig) -> dict[str, Role]:

@@ -8,7 +8,7 @@ from kvreplay.connectors.simple_cpu.config import SimpleCpuConfig
 from kvreplay.connectors.simple_cpu.scheduler import SimpleCpuScheduler
 from kvreplay.connectors.simple_cpu.structs import CopyEvent, FoundBlocks
 from kvreplay.connectors.simple_cpu.workers import SimpleCpuWorkers
-from kvreplay.events import Event
+from kvreplay.events import TIER_GAUGES, Event
 from kvreplay.kv.memory import KVMemory
 from kvreplay.kv.specs import rank_block_bytes
 from kvreplay.replay.tier_owner import TierOwner
@@ -36,7 +36,7 @@ class SimpleCpu:
         self._block_bytes = rank_block_bytes(kv.groups, num_parts)
         self._num_blocks = config.num_blocks(self._block_bytes, num_ranks)
         self._num_ranks = num_ranks
-        self._medium, self._gauge = (MEDIA[-1], "disk_chunks") if config.is_on_disk else (MEDIA[0], "cpu_chunks")
+        self._medium = MEDIA[-1] if config.is_on_disk else MEDIA[0]
         self._evictions_told = 0
         self._address = manager_address(instance)
         bus.serve(self._address, lambda envelope: Answer(payload=envelope.payload.evicts))
@@ -110,10 +110,10 @@ class SimpleCpu:
         self._log.evicted(pool.num_evicted - self._evictions_told, 0, "capacity", tier=self._medium)
         self._evictions_told = pool.num_evicted
         assert self._workers is not None
-        workers = self._workers
+        workers, gauge = self._workers, TIER_GAUGES[self._medium]
         return {
-            self._gauge: pool.num_cached_keys,
-            f"num_{self._gauge}": self._num_blocks - 1,  # one is the null block
+            gauge: pool.num_cached_keys,
+            f"num_{gauge}": self._num_blocks - 1,  # one is the null block
             "refused_offers": self.scheduler.stores.counts.refused,
             "store_bytes": workers.num_bytes(is_store=True),
             "store_ns": workers.busy_ns(is_store=True),

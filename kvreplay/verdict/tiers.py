@@ -5,21 +5,20 @@ from typing import Final
 import polars as pl
 
 from kvreplay.checkers.frames import rows_of
+from kvreplay.events import TIER_GAUGES
 from kvreplay.ids import NS_PER_S
 from kvreplay.verdict.model import Direction, Tiers
 
 GPU: Final = "GPU"
-_GAUGES: Final = {"CPU": "cpu_chunks", "STORAGE": "disk_chunks"}
-"""Medium of the tier next to the GPU → the gauge of what it holds; `num_` before it: of what it could hold."""
 
 
 def tiers(frame: pl.DataFrame, usage: pl.DataFrame) -> Tiers | None:
     """None where no instance has a CPU tier. `usage`: as `counts.usage_samples` makes it."""
     highest = _by_name(usage, pl.col("value").max().over("instance", "status"))
-    medium = next((medium for medium, gauge in _GAUGES.items() if f"num_{gauge}" in highest), None)
+    medium = next((medium for medium, gauge in TIER_GAUGES.items() if f"num_{gauge}" in highest), None)
     if medium is None:
         return None
-    gauge = _GAUGES[medium]
+    gauge = TIER_GAUGES[medium]
     total = dict(usage.group_by("status").agg(pl.col("grown").sum()).rows())
     loads = _loads(frame)
     started = loads.filter(pl.col("kind") == "load.started")

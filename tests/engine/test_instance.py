@@ -82,6 +82,17 @@ class Stage:
         ]
 
 
+def circling(num_gpu_blocks: int, **scripts: RequestScript) -> Stage:
+    """Whoever takes a part of what it needs while `a`, which has ended, holds its blocks is preempted for ever."""
+    return Stage(
+        {"a": RequestScript(delay_free=True), **scripts},
+        num_gpu_blocks=num_gpu_blocks,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=16,
+        scheduler_reserve_full_isl=False,
+    )
+
+
 class TestClock:
     def test_steps_follow_each_other_without_a_gap(self) -> None:
         stage = Stage()
@@ -113,13 +124,7 @@ class TestClock:
     @pytest.mark.parametrize("gives_back", [True, False])
     def test_who_goes_in_circles_gets_on_when_an_ended_request_gives_its_blocks_back(self, gives_back: bool) -> None:
         """`b` takes half of what it needs and is preempted, again and again: only `a` can end that, or nobody."""
-        stage = Stage(
-            {"a": RequestScript(delay_free=True)},
-            num_gpu_blocks=11,
-            enable_prefix_caching=False,
-            max_num_batched_tokens=16,
-            scheduler_reserve_full_isl=False,
-        )
+        stage = circling(11)
         stage.at(0, stage.submit, "a", 20, max_tokens=1)
         stage.at(30, stage.submit, "b", 32, max_tokens=1)
         stage.at(60_001, stage.report, finished_sending=["a"] if gives_back else [])
@@ -141,13 +146,7 @@ class TestClock:
         self, report: dict[str, list[str]], ended: list[str]
     ) -> None:
         """`c` is never looked at while `b` goes in circles, and `d` is parked for a load."""
-        stage = Stage(
-            {"a": RequestScript(delay_free=True), "d": RequestScript(tokens=16, is_async=True)},
-            num_gpu_blocks=17 if "d" in ended else 15,
-            enable_prefix_caching=False,
-            max_num_batched_tokens=16,
-            scheduler_reserve_full_isl=False,
-        )
+        stage = circling(17 if "d" in ended else 15, d=RequestScript(tokens=16, is_async=True))
         stage.at(0, stage.submit, "a", 20, max_tokens=1)
         stage.at(25, stage.submit, "d", 17, max_tokens=1)
         stage.at(40, stage.submit, "b", 44 if "d" in ended else 32, max_tokens=1)
@@ -159,13 +158,7 @@ class TestClock:
         assert list(stage.bench.scheduler.livelocked) == ([] if report else ["b"])
 
     def test_an_abort_ends_a_circle(self) -> None:
-        stage = Stage(
-            {"a": RequestScript(delay_free=True)},
-            num_gpu_blocks=11,
-            enable_prefix_caching=False,
-            max_num_batched_tokens=16,
-            scheduler_reserve_full_isl=False,
-        )
+        stage = circling(11)
         stage.at(0, stage.submit, "a", 20, max_tokens=1)
         stage.at(30, stage.submit, "b", 32, max_tokens=1)
         stage.at(40, stage.submit, "c", 8, max_tokens=1)

@@ -312,6 +312,20 @@ def play(
     return Play(cluster, sink, switched)
 
 
+def both_ways(
+    config: ReplayConfig,
+    workload: Workload,
+    *inject: str,
+    **settings: Any,  # noqa: ANN401 - as of `play`
+) -> tuple[Play, Play]:
+    """As it is played, and plainly: step by step, without lockstep."""
+    quick, plain = (
+        play(config, workload, *inject, single_steps=is_plain, use_lockstep=not is_plain, **settings)
+        for is_plain in (False, True)
+    )
+    return quick, plain
+
+
 def in_effect(behaviour: str) -> Behaviour:
     """A profile, and switches on top: `vllm-0.33 NAME=VALUE`."""
     name, *switches = behaviour.split()

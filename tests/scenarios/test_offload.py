@@ -12,7 +12,7 @@ from kvreplay.kv.specs import MAMBA, MAMBA_ALIGN, SLIDING_WINDOW, KVCacheGroupSp
 from kvreplay.replay.config import ConnectorConfig, ReplayConfig
 from kvreplay.trace.workload import Workload
 from tests.scenarios.offload_stage import TEXT, offloading, there_and_back
-from tests.scenarios.stage import Play, judge, play, request, workload
+from tests.scenarios.stage import Play, both_ways, judge, play, request, workload
 
 FULL = KVCacheGroupSpec(block_size=4, bytes_per_token=1)
 WINDOW = KVCacheGroupSpec(kind=SLIDING_WINDOW, block_size=4, sliding_window=8, bytes_per_token=1)
@@ -109,16 +109,13 @@ def test_hits_save_what_a_run_without_a_tier_computes_again(tmp_path: Path) -> N
 def test_shortcuts_change_nothing(layout: str) -> None:
     """Single steps without lockstep, event for event."""
     config = offloading(*LAYOUTS[layout], num_gpu_blocks=48, cpu_chunks=40)
-    runs = [play(config, _sessions(), single_steps=plain, use_lockstep=not plain) for plain in (False, True)]
+    runs = both_ways(config, _sessions())
     assert _told(runs[0]) == _told(runs[1])
 
 
 def test_a_request_that_only_decodes_is_stored_again_after_a_reset() -> None:
     config, requests = offloading(), workload(request("a", prompt_tokens=16, output_tokens=20, text=TEXT))
-    runs = [
-        play(config, requests, "cache.reset:at=95ms,what=connector", single_steps=plain, use_lockstep=not plain)
-        for plain in (False, True)
-    ]
+    runs = both_ways(config, requests, "cache.reset:at=95ms,what=connector")
     assert _told(runs[0]) == _told(runs[1])
     assert len(runs[0].of("store.started")) == 2
 

@@ -15,7 +15,7 @@ from kvreplay.kv.specs import SLIDING_WINDOW, KVCacheGroupSpec
 from kvreplay.replay.config import ReplayConfig
 from kvreplay.trace.workload import Workload
 from tests.scenarios.offload_stage import STATES, hybrid, offloading
-from tests.scenarios.stage import Play, play, request, workload
+from tests.scenarios.stage import Play, both_ways, play, request, workload
 
 FULL = KVCacheGroupSpec(block_size=4, bytes_per_token=1)
 
@@ -95,19 +95,7 @@ def test_ideal_is_worth_the_name(seed: int) -> None:
     config, has_tier = a_config(rng)
     clients, faults = some_clients(rng), some_faults(rng, has_tier=has_tier)
     recompute = rng.random() < 0.6
-    quick, plain = (
-        play(
-            config,
-            clients,
-            *faults,
-            behaviour="ideal",
-            recompute=recompute,
-            seed=seed,
-            single_steps=is_plain,
-            use_lockstep=not is_plain,
-        )
-        for is_plain in (False, True)
-    )
+    quick, plain = both_ways(config, clients, *faults, behaviour="ideal", recompute=recompute, seed=seed)
     assert not quick.of("violation", "engine.crashed", "request.stalled")
     assert told(quick) == told(plain)
 
@@ -174,10 +162,7 @@ def reset_while_decoding(seed: int) -> tuple[ReplayConfig, Workload, str]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_reset_stores_nothing_of_blocks_that_were_given_away_unseen(seed: int) -> None:
     config, clients, reset = reset_while_decoding(seed)
-    quick, plain = (
-        play(config, clients, reset, behaviour="ideal", single_steps=is_plain, use_lockstep=not is_plain)
-        for is_plain in (False, True)
-    )
+    quick, plain = both_ways(config, clients, reset, behaviour="ideal")
     assert not quick.violations
     assert told(quick) == told(plain)
 

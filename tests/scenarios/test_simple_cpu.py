@@ -22,8 +22,8 @@ from kvreplay.replay.simple_cpu import SimpleCpu
 from tests.list_sink import ListSink
 from tests.scenarios.offload_stage import STATES, there_and_back
 from tests.scenarios.speculative_worlds import with_drafts
-from tests.scenarios.stage import Play, judge, play, request, role, single, workload
-from tests.scenarios.test_offload_worlds import some_clients, told
+from tests.scenarios.stage import Play, both_ways, judge, play, request, role, single, workload
+from tests.scenarios.test_offload_worlds import some_clients
 
 BLOCK_BYTES = 4
 FULL = KVCacheGroupSpec(block_size=4, bytes_per_token=1)
@@ -344,21 +344,11 @@ def test_random_engines(layout: str, seed: int, *, is_lazy: bool, overlaps: bool
     plain = play(config, clients)
     assert not plain.of("violation", "engine.crashed", "request.stalled")
     recompute = rng.random() < 0.6
-    quick, slow = (
-        play(
-            config,
-            clients,
-            *faults,
-            behaviour="ideal",
-            recompute=recompute,
-            seed=seed,
-            single_steps=is_slow,
-            use_lockstep=not is_slow,
-        )
-        for is_slow in (False, True)
-    )
+    quick, slow = both_ways(config, clients, *faults, behaviour="ideal", recompute=recompute, seed=seed)
     assert not quick.of("violation", "engine.crashed", "request.stalled")
-    assert told(quick) == told(slow)
+    # In steps that are skipped nobody is asked: where a lookup then has another answer, that is not told.
+    stories = [[line for line in played.story() if not (is_lazy and " lookup " in line)] for played in (quick, slow)]
+    assert stories[0] == stories[1]
 
 
 def test_config() -> None:

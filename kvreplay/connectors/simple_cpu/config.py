@@ -90,9 +90,9 @@ class SimpleCpuConfig:
                     f"{MAX_BLOCKS:,} are kept track of"
                 )
             return held
-        if not 2 <= self.num_cpu_blocks <= min(held, MAX_BLOCKS):
+        most = min(held, MAX_BLOCKS)
+        if not 2 <= self.num_cpu_blocks <= most:
             raise ConfigError(
-                f"connector.num_cpu_blocks must be in [2, {min(held, MAX_BLOCKS)}], what {name} holds, "
-                f"got {self.num_cpu_blocks}"
+                f"connector.num_cpu_blocks must be in [2, {most}], what {name} holds, got {self.num_cpu_blocks}"
             )
         return self.num_cpu_blocks

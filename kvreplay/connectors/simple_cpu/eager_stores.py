@@ -8,9 +8,7 @@ window, which by then may hold somebody else's tokens. A block is stored under t
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from kvreplay.connectors.simple_cpu.stores import StoreCounts
+from kvreplay.connectors.simple_cpu.stores import StoreCounts, take
 from kvreplay.connectors.simple_cpu.structs import Pairs
 from kvreplay.engine.output import SchedulerOutput, Share
 from kvreplay.engine.request import Request
@@ -32,6 +30,10 @@ class _Followed:
 class EagerStores:
     """`gpu` and `cpu`: the same groups over either pool."""
 
+    has_more = False
+    needs_shares = True
+    """What is generated is stored, too, each block in the step after it is full."""
+
     def __init__(self, gpu: KVCacheManager, cpu: KVCacheManager) -> None:
         self._gpu, self._cpu = gpu, cpu
         self._by_position = [
@@ -41,7 +43,7 @@ class EagerStores:
         ]
         self._full = next(manager for manager in cpu.managers if manager.spec.is_full_attention)
         self._followed: dict[str, _Followed] = {}
-        self.in_flight: set[int] = set()
+        self._in_flight: set[int] = set()
         """Blocks of the GPU that are being stored."""
         self.counts = StoreCounts()
 
@@ -60,13 +62,9 @@ class EagerStores:
 
     def forget_all(self) -> None:
         self._followed.clear()
-        self.in_flight.clear()
+        self._in_flight.clear()
 
     # -- a step -----------------------------------------------------------------------------------------------
-
-    has_more = False
-    needs_shares = True
-    """What is generated is stored, too, each block in the step after it is full."""
 
     def note_uneventful(self) -> None: ...
 
@@ -121,20 +119,15 @@ class EagerStores:
         self._take(pairs, chosen)
         return pairs
 
+    def note_ended(self, pairs: Pairs) -> None:
+        self._in_flight.difference_update(pairs.gpu)
+
     def _take(self, pairs: Pairs, chosen: Sequence[tuple[int, int]]) -> None:
-        """Give each block a place in the CPU's pool, and hold it until it is there."""
-        cpu_blocks = self._cpu.pool.get_new_blocks(len(chosen)).tolist()
-        for (group, block_id), cpu_block in zip(chosen, cpu_blocks, strict=True):
-            pairs.add(group, block_id, cpu_block)
-        # A table that is out of date may name a block twice.
-        block_ids = np.array([block_id for _, block_id in chosen], np.int64)
-        once, first = np.unique(block_ids, return_index=True)
-        self._gpu.pool.touch(once)
-        np.add.at(self._gpu.pool.ref_counts, np.delete(block_ids, first), 1)
-        self.in_flight.update(once.tolist())
+        take(pairs, chosen, self._gpu.pool, self._cpu.pool)
+        self._in_flight.update(block_id for _, block_id in chosen)
 
     def _is_storable(self, block_id: int) -> bool:
-        if block_id == NULL_BLOCK_ID or block_id in self.in_flight:
+        if block_id == NULL_BLOCK_ID or block_id in self._in_flight:
             return False
         key = self._gpu.pool.keys[block_id : block_id + 1]
         return int(key[0]) != NO_KEY and not self._cpu.pool.find(key)[0]
@@ -185,7 +178,7 @@ class EagerStores:
         if boundary // size >= len(table):
             return None
         block_id = table[boundary // size]
-        if block_id == NULL_BLOCK_ID or block_id in self.in_flight:
+        if block_id == NULL_BLOCK_ID or block_id in self._in_flight:
             return None
         keys = self._full.pool_keys(request.content.block_keys[boundary // unit - 1 : boundary // unit])
         if not self._gpu.pool.holds(block_id, int(keys[0])) or self._cpu.pool.find(keys)[0]:

@@ -12,13 +12,13 @@ for ever, also while nobody has a request: vLLM's engine then never sleeps.
 from collections.abc import Sequence
 from typing import Final
 
-from kvreplay.connectors.simple_cpu.stores import StoreCounts
+from kvreplay.connectors.simple_cpu.stores import StoreCounts, take
 from kvreplay.connectors.simple_cpu.structs import Pairs
 from kvreplay.engine.output import SchedulerOutput
 from kvreplay.engine.request import Request
 from kvreplay.kv.cache_manager import KVCacheManager
 from kvreplay.kv.group_keys import group_of
-from kvreplay.kv.prefix_cache import NO_KEY, BlockIds
+from kvreplay.kv.prefix_cache import NO_KEY
 from kvreplay.kv.specs import MAMBA, KVCacheGroupSpec, cdiv
 
 _RESERVE: Final = 2
@@ -58,8 +58,6 @@ class LazyStores:
         self._stops_circles = stops_circles
         self._num_stored_since = 0
         """Blocks, since anything else has happened."""
-        self.in_flight: set[int] = set()
-        """Of no use here: a block that is being stored is not in the queue."""
         self.counts = StoreCounts()
 
     def follow(self, request: Request) -> None: ...
@@ -68,6 +66,8 @@ class LazyStores:
 
     def at_end(self, request: Request, tables: Sequence[Sequence[int]]) -> Pairs:
         return Pairs()
+
+    def note_ended(self, pairs: Pairs) -> None: ...
 
     def forget_all(self) -> None:
         self._cursor = None
@@ -110,15 +110,8 @@ class LazyStores:
             places = places[:room]
         if len(visited):
             self._cursor = int(visited[-1])
-        if len(places):
-            self._take(pairs, visited[places])
+        chosen = visited[places]
+        groups = group_of(self._gpu.keys[chosen], self._num_groups)
+        take(pairs, list(zip(groups.tolist(), chosen.tolist(), strict=True)), self._gpu, self._cpu)
+        self._num_stored_since += len(chosen)
         return pairs, []
-
-    def _take(self, pairs: Pairs, block_ids: BlockIds) -> None:
-        """Give each block a place in the CPU's pool, and hold it until it is there."""
-        cpu_blocks = self._cpu.get_new_blocks(len(block_ids))
-        groups = group_of(self._gpu.keys[block_ids], self._num_groups) if self._num_groups > 1 else [0] * len(block_ids)
-        for group, block_id, cpu_block in zip(groups, block_ids.tolist(), cpu_blocks.tolist(), strict=True):
-            pairs.add(int(group), block_id, cpu_block)
-        self._gpu.touch(block_ids)
-        self._num_stored_since += len(block_ids)

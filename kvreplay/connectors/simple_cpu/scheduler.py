@@ -87,14 +87,11 @@ class SimpleCpuScheduler(PlainSchedulerHalf):
         medium: str = "CPU",
     ) -> None:
         self._kv = kv
-        is_lazy = lazy_batch_tokens is not None
-        self.cpu = kv.over(BlockPool(num_blocks, num_keys), allows_hits_inside_blocks=not is_lazy)
+        self.cpu = kv.over(BlockPool(num_blocks, num_keys), allows_hits_inside_blocks=lazy_batch_tokens is None)
         """Its pool's block 0 is the null block."""
-        self.stores: Stores = (
-            EagerStores(kv, self.cpu)
-            if lazy_batch_tokens is None
-            else LazyStores(kv, self.cpu, lazy_batch_tokens, stops_circles=stops_circles)
-        )
+        self.stores: Stores = EagerStores(kv, self.cpu)
+        if lazy_batch_tokens is not None:
+            self.stores = LazyStores(kv, self.cpu, lazy_batch_tokens, stops_circles=stops_circles)
         self.lookup_version = 0
         self._looks_again = looks_again
         self._forgives_lost_keys = forgives_lost_keys
@@ -288,7 +285,7 @@ class SimpleCpuScheduler(PlainSchedulerHalf):
         if event is None:
             self._release(self._abandoned.pop(number).pairs)
             return
-        self.stores.in_flight.difference_update(event.pairs.gpu)
+        self.stores.note_ended(event.pairs)
         failure = failed.get(number)
         if failure is None:
             self._enter(event.pairs)

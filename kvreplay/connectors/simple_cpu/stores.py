@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from kvreplay.connectors.simple_cpu.structs import Pairs
 from kvreplay.engine.output import SchedulerOutput
 from kvreplay.engine.request import Request
+from kvreplay.kv.block_pool import BlockPool
 
 
 @dataclass(slots=True)
@@ -19,10 +22,18 @@ class StoreCounts:
     """Offers for which there was no room: states are not offered again, blocks of tables are."""
 
 
-class Stores(Protocol):
-    """`in_flight`: blocks of the GPU that are being stored."""
+def take(pairs: Pairs, chosen: Sequence[tuple[int, int]], gpu: BlockPool, cpu: BlockPool) -> None:
+    """Give each block of the GPU (group, block) a place in the CPU's pool, and hold it until it is there."""
+    for (group, block_id), cpu_block in zip(chosen, cpu.get_new_blocks(len(chosen)).tolist(), strict=True):
+        pairs.add(group, block_id, cpu_block)
+    # A table that is out of date may name a block twice.
+    block_ids = np.array([block_id for _, block_id in chosen], np.int64)
+    once, first = np.unique(block_ids, return_index=True)
+    gpu.touch(once)
+    np.add.at(gpu.ref_counts, np.delete(block_ids, first), 1)
 
-    in_flight: set[int]
+
+class Stores(Protocol):
     counts: StoreCounts
 
     @property
@@ -51,4 +62,8 @@ class Stores(Protocol):
 
     def at_end(self, request: Request, tables: Sequence[Sequence[int]]) -> Pairs:
         """What a request that ends has left to store; `tables`: its blocks now."""
+        ...
+
+    def note_ended(self, pairs: Pairs) -> None:
+        """These are no longer on their way."""
         ...

@@ -215,7 +215,6 @@ class SimpleCpuWorkers:
         memories: Sequence[KVMemory],
         on_report: Callable[[], None],
     ) -> None:
-        self._bus = bus
         self._output = SimpleCpuOutput()
         self._reported: dict[tuple[bool, int], _Reported] = {}
         self._reasons: dict[str, str] = {}
