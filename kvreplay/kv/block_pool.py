@@ -263,19 +263,15 @@ class BlockPool(PrefixCache):
 
         `are_clean`: none ever had a hash, so that it has one owner.
         """
+        if are_clean:
+            self._free_clean(groups)
+            return
         ordered = np.concatenate(groups)
         if not len(ordered):
             return
         counts = self.ref_counts[ordered]
         counts -= 1
         self.ref_counts[ordered] = counts
-        if are_clean:
-            assert not count_nonzero(counts), "block freed twice"
-            if self._head < len(ordered):
-                self._recentre()
-            self.num_free += len(ordered)
-            self._put_first(np.concatenate(groups[::-1]))
-            return
         if self._tail + len(ordered) > len(self._queue) or self._head < len(ordered):
             self._recentre()
         uncached = self.keys[ordered] == NO_KEY if self.enable_caching else np.ones(len(ordered), np.bool_)
@@ -305,6 +301,18 @@ class BlockPool(PrefixCache):
             self._put_first(np.concatenate(parts[::-1]))
         if len(last):
             self._put_last(last)
+
+    def _free_clean(self, groups: Sequence[BlockIds]) -> None:
+        # Each list goes before those that were given back earlier.
+        block_ids = np.concatenate(groups[::-1])
+        if not len(block_ids):
+            return
+        assert count_nonzero(self.ref_counts[block_ids]) == len(block_ids), "block freed twice"
+        self.ref_counts[block_ids] = 0
+        if self._head < len(block_ids):
+            self._recentre()
+        self.num_free += len(block_ids)
+        self._put_first(block_ids)
 
     def free_each(self, ordered: Sequence[int]) -> None:
         """`free_blocks` for a list in which a block may stand several times."""

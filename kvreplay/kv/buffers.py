@@ -5,6 +5,7 @@ a wrong word too. Nothing here knows requests: the worker model says who writes 
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -22,6 +23,13 @@ GROUPS_PER_SHARE: Final = 1 << 10
 _GROUP_STEP = 0x9E3779B97F4A7C15
 _TAINT_STEP = 0xD1B54A32D192ED03
 _MASK = (1 << 64) - 1
+
+
+@cache
+def _group_words(first_group: int, num_groups: int) -> WordArray:
+    """What a group adds to a fingerprint, of shape [groups, 1]."""
+    groups = np.arange(first_group, first_group + num_groups, dtype=np.uint64)
+    return groups[:, None] * np.uint64(_GROUP_STEP)
 
 
 class KVBuffers:
@@ -66,8 +74,7 @@ class KVBuffers:
     def write_alike(self, tables: Sequence[BlockIds], content: Content, first_group: int, start: int, end: int) -> None:
         """`write` into groups from `first_group` on that differ in nothing but their blocks, none of which is null."""
         rows = self.rows_of(first_group)
-        groups = np.arange(first_group, first_group + len(tables), dtype=np.uint64)[:, None]
-        words = self._expected(content, 0, start, end) + groups * np.uint64(_GROUP_STEP)
+        words = self._expected(content, 0, start, end) + _group_words(first_group, len(tables))
         first, last = rows.places(start, end)
         blocks = np.stack([table[first:last] for table in tables])
         if self.provenance or self.origins:

@@ -294,7 +294,7 @@ class KVCacheManager:
     def former_hit(self, keys: Keys, num_tokens: int, num_hit: int) -> int:
         """Tokens that the lookup that found `num_hit` would find if no block had ever lost its hash. Of a request
         whose last block was there too, all: it was lost as well, though it is computed again in any case."""
-        if not self.pool.has_lost:
+        if not self.pool.has_lost or self._ends_in_full_attention(keys, num_hit):
             return num_hit
         # A longer hit needs a block behind the one there is.
         behind = keys[num_hit // self.rules.hash_block_size : num_tokens // self.rules.hash_block_size]
@@ -306,6 +306,15 @@ class KVCacheManager:
         reachable = (num_tokens - 1) // self.block_size * self.block_size
         is_whole = found == reachable and num_tokens % self.block_size == 0
         return num_tokens if is_whole and self._former.is_cached_at(keys, num_tokens) else max(found, num_hit)
+
+    def _ends_in_full_attention(self, keys: Keys, num_hit: int) -> bool:
+        """Whether no block that full attention ever had goes on from there, so that no hit has been longer."""
+        full = self.lookup.full_attention_group
+        if full is None or self.hits_inside_blocks:
+            return False
+        manager = self.managers[full]
+        behind = (num_hit // manager.block_size + 1) * manager.block_size // self.rules.hash_block_size
+        return behind <= len(keys) and not self.pool.is_or_was_cached(int(manager.pool_keys(keys[behind - 1])))
 
     def is_cached_at(self, keys: Keys, num_tokens: int) -> bool:
         """Whether every group holds the block that ends after so many tokens."""

@@ -13,3 +13,6 @@ class FormerPool(BlockPool):
 
     def find(self, keys: Keys) -> BlockIds:
         return self._pool.find_former(keys)
+
+    def _holds(self, key: int) -> bool:
+        return self._pool.is_or_was_cached(key)

@@ -122,6 +122,9 @@ class PrefixCache:
     def was_lost(self, key: int) -> bool:
         return key < len(self._lost) and bool(self._lost_view[key])
 
+    def is_or_was_cached(self, key: int) -> bool:
+        return self._holds(key) or self.was_lost(key)
+
     @property
     def evicted_by_group(self) -> list[int]:
         """`num_evicted`, by group."""

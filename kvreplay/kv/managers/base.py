@@ -19,7 +19,7 @@ from kvreplay.kv.specs import CIRCULAR_BUFFER, KVCacheGroupSpec, cdiv
 Mask = NDArray[np.bool_]
 
 _SHORT: Final = 64
-"""Blocks; what is longer costs a look at the whole table."""
+"""Blocks; what is longer costs a look at the whole table, or at all of a prompt."""
 NO_BLOCKS: BlockIds = np.empty(0, np.int64)
 
 
@@ -353,25 +353,42 @@ class JointLookup:
         self.managers = list(managers)
         self.first = managers[0]
         self.drops_eagle_block = drops_eagle_block
+        # From a key in the first group to that in each other one.
+        num_groups, first = self.first.rules.num_groups, self.first.group
+        steps = [group_key(0, manager.group - first, num_groups) for manager in managers[1:]]
+        self._key_steps = np.array(steps, np.int64)[:, None]
 
     def find(self, keys: Keys) -> list[BlockIds]:
         """For each member, the block of each key; 0 for all of them where one has none."""
-        found = self.first.pool.find(self.first.pool_keys(keys))
+        pool = self.first.pool
+        first_keys = self.first.pool_keys(keys)
+        found = pool.find(first_keys)
         if len(self.managers) == 1:
             return [found]
         # Most lookups find little: only there is it worth asking for the others'.
         places = found.nonzero()[0]
-        if not len(places):
-            return [found, *(np.zeros(len(keys), np.int64) for _ in self.managers[1:])]
-        some_keys = keys[places]
-        all_found = [found[places]]
-        all_found += [manager.pool.find(manager.pool_keys(some_keys)) for manager in self.managers[1:]]
-        is_missing = np.logical_or.reduce([blocks == NULL_BLOCK_ID for blocks in all_found])
-        spread = np.zeros((len(all_found), len(keys)), np.int64)
-        for row, blocks in zip(spread, all_found, strict=True):
-            blocks[is_missing] = NULL_BLOCK_ID
-            row[places] = blocks
+        spread = np.zeros((len(self.managers), len(keys)), np.int64)
+        if len(places):
+            others = pool.find(first_keys[places] + self._key_steps)
+            is_everywhere = np.logical_and.reduce(others)
+            if np.count_nonzero(is_everywhere) < len(places):
+                places, others = places[is_everywhere], others[:, is_everywhere]
+            spread[0, places] = found[places]
+            spread[1:, places] = others
         return list(spread)
+
+    def find_prefix(self, keys: Keys) -> list[BlockIds]:
+        """For each member, the blocks of the longest prefix of `keys` that all hold."""
+        if len(self.managers) > 1:
+            found = self.find(keys)
+            missing = (found[0] == NULL_BLOCK_ID).nonzero()[0]
+            return [ids[: missing[0]] for ids in found] if len(missing) else found
+        pool, first = self.first.pool, self.first
+        # As a rule it is short, and keys are not worth making for all of a prompt.
+        head = pool.find_prefix(first.pool_keys(keys[:_SHORT]))
+        if len(head) < _SHORT:
+            return [head]
+        return [np.concatenate([head, pool.find_prefix(first.pool_keys(keys[_SHORT:]))])]
 
     def none(self) -> tuple[list[BlockIds], int]:
         return [NO_BLOCKS for _ in self.managers], 0

@@ -17,9 +17,8 @@ class FullAttentionManager(KVGroupManager):
         self, group: JointLookup, keys: Keys, max_length: int, *, drop_eagle_block: bool
     ) -> tuple[list[BlockIds], int]:
         block_size, alignment = self.block_size, self.rules.hit_alignment
-        found = group.find(self.block_keys(keys)[: max_length // block_size])
-        missing = (found[0] == NULL_BLOCK_ID).nonzero()[0]
-        num_blocks = int(missing[0]) if len(missing) else len(found[0])
+        blocks = group.find_prefix(self.block_keys(keys)[: max_length // block_size])
+        num_blocks = len(blocks[0])
         hit_length = num_blocks * block_size
         tail: list[BlockIds] = []
         if alignment < block_size:
@@ -27,7 +26,6 @@ class FullAttentionManager(KVGroupManager):
         if drop_eagle_block and hit_length > 0:
             hit_length -= min(alignment, block_size)
         hit_length -= hit_length % alignment
-        blocks = [ids[:num_blocks] for ids in found]
         if tail:
             blocks = [np.concatenate(pair) for pair in zip(blocks, tail, strict=True)]
         return [ids[: cdiv(hit_length, block_size)] for ids in blocks], hit_length

@@ -65,7 +65,8 @@ class SlidingWindowManager(KVGroupManager):
         """Where the run starts, and the number of blocks up to its end."""
         # A window of one token needs no block, but vLLM checks the run only after counting a hit.
         need = max(self._blocks_for_hit(drop_eagle_block=drop_eagle_block), 1)
-        edges = np.flatnonzero(np.diff(present.astype(np.int8), prepend=0, append=0)).tolist()
+        edges = ((present[1:] != present[:-1]).nonzero()[0] + 1).tolist()
+        edges = [*([0] if present[0] else []), *edges, *([len(present)] if present[-1] else [])]
         run_end = 0
         for begin, end in zip(edges[-2::-2], edges[::-2], strict=True):
             last = self._last_start(begin, end, drop_eagle_block=drop_eagle_block)
