@@ -57,6 +57,7 @@ class RecordingManager:
         self.lookup_is_pure_for = inner.lookup_is_pure_for
         self.never_answers = inner.never_answers
         self.may_interfere = inner.may_interfere
+        self.may_end_circles = inner.may_end_circles
         self.last_loaded: Keys = np.empty(0, np.int64)
         self._clock = clock
         self._names = names.names

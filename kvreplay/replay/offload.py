@@ -96,6 +96,10 @@ class Offload:
         self.scheduler.note_news()
         self._on_report()
 
+    def _tier_job_ended(self, is_promotion: bool) -> None:  # noqa: FBT001 - what a tier tells
+        self.scheduler.note_news(is_promotion=is_promotion)
+        self._on_report()
+
     def _tiered(self) -> OffloadingManager:
         config = self._config
         if config.spec_name != "TieringOffloadingSpec":
@@ -109,7 +113,7 @@ class Offload:
                 chunk_bytes=chunk_bytes * (1 if self._is_replicated else self._num_ranks),
                 memory=self,
                 bus=self._bus,
-                on_report=self._lookups_may_differ,
+                on_report=self._tier_job_ended,
             )
         ]
         return TieringOffloadingManager(self.cpu, self.tiers, protects_found=self._behaviour.promotions == "request")

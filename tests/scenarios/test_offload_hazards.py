@@ -12,7 +12,7 @@ from kvreplay.behaviour import profile
 from kvreplay.connectors.simple_cpu.config import SimpleCpuConfig
 from kvreplay.events import DETAIL_BLOCKS
 from kvreplay.faults.plan import make_plan
-from kvreplay.ids import NS_PER_MS
+from kvreplay.ids import NS_PER_MS, NS_PER_S
 from kvreplay.kv.specs import CIRCULAR_BUFFER, MAMBA, MAMBA_ALIGN, SLIDING_WINDOW, KVCacheGroupSpec
 from kvreplay.replay.cluster import Cluster, RunSettings
 from kvreplay.replay.config import ConnectorConfig, ReplayConfig
@@ -146,7 +146,7 @@ class TestH3AClientsLimitBelowAPartialTail:
 class TestH4PromotionsEvictEachOther:
     """Chunks are promoted one by one, each at the expense of what the same lookup has found."""
 
-    def play(self, behaviour: str) -> Play:
+    def play(self, behaviour: str, *more_faults: str) -> Play:
         config = offloading(cpu_chunks=5, num_gpu_blocks=18, spec_name="TieringOffloadingSpec", tier_latency=1e-4)
         requests = workload(
             request("a", 0, prompt_tokens=16, text=ONE),
@@ -154,7 +154,22 @@ class TestH4PromotionsEvictEachOther:
             request("b", 125, prompt_tokens=16, text=ONE, kv_transfer_params={"kv_load_tiers": []}),
             request("c", 155, prompt_tokens=16, text=OTHER),
         )
-        return play(config, requests, "cache.reset:at=110ms", behaviour=behaviour, recompute=True)
+        return play(config, requests, "cache.reset:at=110ms", *more_faults, behaviour=behaviour, recompute=True)
+
+    @pytest.mark.parametrize("what", ["connector", "both"])
+    def test_it_is_left_alone_until_something_changes(self, what: str) -> None:
+        """An hour of circles is not played turn by turn; when there is room, the lookup comes through."""
+        played = self.play("vllm-0.33", f"cache.reset:at=3600s,what={what}")
+        assert all_finish(played)
+        (load,) = played.of("load.started", request_id="c")
+        assert 3600.0 < load.time_ns / NS_PER_S < 3600.1
+        assert load.num_tokens == 16
+        assert played.cluster.loop.num_run < 20_000
+
+    def test_what_leaves_the_tier_as_it_is_ends_no_circle(self) -> None:
+        played = self.play("vllm-0.33", "cache.reset:at=3600s")
+        assert [event.request_id for event in played.of("request.stalled")] == ["c"]
+        assert played.cluster.loop.num_run < 20_000
 
     def test_the_request_waits_for_ever_though_its_chunks_would_fit(self) -> None:
         played = self.play("vllm-0.33")

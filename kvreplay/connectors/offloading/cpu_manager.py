@@ -63,6 +63,9 @@ class CPUOffloadingManager:
     def may_interfere(self, context: RequestContext, *, has_found: bool) -> bool:
         return False
 
+    def may_end_circles(self, context: RequestContext) -> bool:
+        return False
+
     def on_new_request(self, context: RequestContext) -> OffloadPolicy:
         self._access_of(context)
         return OffloadPolicy.CHUNK_LEVEL

@@ -11,7 +11,7 @@ from kvreplay.connectors.offloading.arrays import Keys
 from kvreplay.connectors.offloading.context import RequestContext
 from kvreplay.connectors.offloading.manager import LookupResult, LookupResults, OffloadingManager, StorePlan
 from kvreplay.sim.bus import Bus
-from kvreplay.sim.envelope import LOOKUP, Answer, Envelope
+from kvreplay.sim.envelope import COPY_DONE, COPY_JOB, LOOKUP, Answer, Envelope
 
 OFFER: Final = "offload.offer"
 """Kind of message: a request's chunks are offered to the manager (`prepare_store`)."""
@@ -100,6 +100,11 @@ class ManagerOverBus:
 
     def may_interfere(self, context: RequestContext, *, has_found: bool) -> bool:
         return self._is_watched(LOOKUP, context) or (has_found and self._is_watched(FOUND, context))
+
+    def may_end_circles(self, context: RequestContext) -> bool:
+        if any(is_watched(self._bus, kind) for kind in (COPY_JOB, COPY_DONE)):
+            return True
+        return self.may_interfere(context, has_found=True)
 
     def _is_watched(self, kind: str, context: RequestContext) -> bool:
         """Whether some fault may still act on such a message for this request."""

@@ -33,6 +33,8 @@ from kvreplay.kv.prefix_cache import BlockIds
 
 _MAX_RETRIES: Final = 1
 """A request whose load has failed may load once more; then it is computed, wherever its chunks still are."""
+_MAX_RESCUES: Final = 8
+"""A request that goes in circles so often, though something else had changed, is asked at every poll."""
 
 
 class StepObserver(Protocol):
@@ -92,6 +94,8 @@ class OffloadingScheduler:
         self.states: dict[str, RequestState] = {}
         self.lookup_version = 0
         """Grows whenever a lookup may be answered otherwise than before."""
+        self._num_promoted = 0
+        """Of these times, those when a promotion had ended."""
         self.num_allocation_failures = 0
         """Offers for which the CPU tier had no room."""
         self.chunks_being_loaded: set[int] | None = set() if layout.enable_prefix_caching else None
@@ -147,7 +151,22 @@ class OffloadingScheduler:
         if state.is_settled:
             return is_idle and not self.manager.may_interfere(state.context, has_found=state.has_found)
         is_final = state.last_question is not None and state.last_answer is None
-        return is_final and self.manager.never_answers(state.context)
+        if is_final and self.manager.never_answers(state.context):
+            return True
+        return is_idle and self._is_circling_in_vain(state)
+
+    def _is_circling_in_vain(self, state: RequestState) -> bool:
+        """Whether it may be left alone until something else changes. (vLLM's engine goes on asking.)"""
+        if not state.context.is_going_in_circles or self.manager.may_end_circles(state.context):
+            return False
+        if state.num_rescued >= _MAX_RESCUES:
+            return False
+        state.circling_at = state.circling_at or self._situation_of(state)
+        return True
+
+    def _situation_of(self, state: RequestState) -> tuple[int, int, int]:
+        """What its circles depend on, but for other circles."""
+        return self.lookup_version - self._num_promoted, state.num_local_tokens, state.request.num_tokens
 
     def is_going_in_circles(self, request_id: str) -> bool:
         return self.states[request_id].context.is_going_in_circles
@@ -188,6 +207,10 @@ class OffloadingScheduler:
             return None, False
         state.notice_keys()
         state.num_local_tokens = num_computed_tokens
+        if state.circling_at is not None and state.circling_at != self._situation_of(state):
+            # Something has changed at last: it may come through now.
+            state.circling_at, state.context.num_attempts = None, 0
+            state.num_rescued += 1
         hit: int | None = 0
         if not request.skip_reading_prefix_cache and state.num_lost_loads <= _MAX_RETRIES:
             bound = None if self._max_loadable is None else self._max_loadable(request, num_computed_tokens)
@@ -222,10 +245,11 @@ class OffloadingScheduler:
                 self._wake_at(now_ns + self._lookup_timeout_ns)
         return 0 if now_ns >= state.deferred_since_ns + self._lookup_timeout_ns else None
 
-    def note_news(self) -> None:
+    def note_news(self, *, is_promotion: bool = False) -> None:
         """An undecided lookup may have an answer now: the time has come for which `wake_at` was called, or a copy to or
         from a secondary tier is over."""
         self.lookup_version += 1
+        self._num_promoted += is_promotion
 
     def _reserve_sync_load(self, state: RequestState, hit: int | None) -> bool:
         """Whether the step waits for this load: what it may bring in so is limited. A token must be left to compute."""

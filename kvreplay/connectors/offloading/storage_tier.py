@@ -1,7 +1,8 @@
 """A secondary tier in virtual time: storage behind the CPU tier (vLLM: v1/kv_offload/tiering/fs/manager.py).
 
 Jobs run one after another at the storage's speed. Their ends are messages, so that faults can make them fail, late or
-never come. Chunks are kept in order of their last use and leave from the other end when the tier is full.
+never come. Chunks are kept in order of their last use and leave from the other end when the tier is full. The end of a
+promotion that only goes in circles is no news: whoever ordered it has asked so often that something else must wake it.
 """
 
 from collections import OrderedDict
@@ -37,7 +38,8 @@ class _Running:
 
 
 class StorageTier:
-    """Implements `tiering.SecondaryTier`. `chunk_bytes`: of one chunk over all ranks. `on_report`: a job has ended."""
+    """Implements `tiering.SecondaryTier`. `chunk_bytes`: of one chunk over all ranks. `on_report`: a job has ended; its
+    argument is whether that was a promotion."""
 
     medium: str | None = "STORAGE"
     locality: str | None = "LOCAL"
@@ -51,7 +53,7 @@ class StorageTier:
         chunk_bytes: int,
         memory: ChunkMemory,
         bus: Bus,
-        on_report: Callable[[], None],
+        on_report: Callable[[bool], None],
     ) -> None:
         self.name = f"tier{index}"
         self.address = f"{instance}/tier/{index}"
@@ -146,8 +148,11 @@ class StorageTier:
         )
 
     def _receive(self, envelope: Envelope) -> None:
+        running = self._jobs.get(envelope.payload.job_id)
         self._end(envelope.payload)
-        self._on_report()
+        is_promotion = running is not None and running.job.is_promotion
+        if not (is_promotion and running is not None and running.job.context.is_going_in_circles):
+            self._on_report(is_promotion)
 
     def _end(self, result: TierResult) -> None:
         running = self._jobs.pop(result.job_id, None)

@@ -126,6 +126,9 @@ class TieringOffloadingManager:
     def may_interfere(self, context: RequestContext, *, has_found: bool) -> bool:
         return False
 
+    def may_end_circles(self, context: RequestContext) -> bool:
+        return False
+
     # -- requests ---------------------------------------------------------------------------------------------
 
     def on_new_request(self, context: RequestContext) -> OffloadPolicy:

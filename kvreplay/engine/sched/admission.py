@@ -7,7 +7,7 @@ from kvreplay.engine.output import SchedulerOutput, Share
 from kvreplay.engine.queues import RequestQueue
 from kvreplay.engine.request import Request, RequestStatus
 from kvreplay.engine.sched.running import RunningLayer
-from kvreplay.engine.sched.state import Misfit, Scan
+from kvreplay.engine.sched.state import LIVELOCK_ATTEMPTS, Misfit, Scan
 from kvreplay.errors import EngineFatal
 from kvreplay.kv.cache_manager import BlocksOfRequest, Slots
 from kvreplay.kv.lookup import Hit, truncated
@@ -206,6 +206,8 @@ class AdmissionLayer(RunningLayer):
             if external is None:
                 if self.connector.is_going_in_circles(request.request_id):
                     self.livelocked[request.request_id] = request
+                elif request.attempts < LIVELOCK_ATTEMPTS:
+                    self.livelocked.pop(request.request_id, None)
                 self._asks_hopefully |= not self._is_asked_in_vain(request)
                 return False
             if self._replay_groups and not (external and self._load_brings_window(request)):

@@ -339,7 +339,7 @@ class Storage:
             "E0", 0, config=config, chunk_bytes=100, memory=self.memory, bus=bus, on_report=self._wake
         )
 
-    def _wake(self) -> None:
+    def _wake(self, is_promotion: bool = False) -> None:
         self.num_woken += 1
 
     def order(self, job_id: int, numbers: list[int], chunks: list[int], *, is_promotion: bool = False) -> None:
