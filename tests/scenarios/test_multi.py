@@ -64,6 +64,20 @@ def test_nobody_asks_every_ms_whether_who_does_not_fit_could_load_more_by_now(or
     assert sent["b"].step < 100
 
 
+@pytest.mark.parametrize("order", ["mooncake,offloading", "offloading,mooncake"])
+def test_nobody_asks_every_ms_for_a_lookup_that_a_fault_keeps_back(order: Order) -> None:
+    """Another's store comes in between, after which it is asked once more; then nothing happens for 480 s."""
+    requests = workload(
+        request("a", prompt_tokens=60), request("b", 200, prompt_tokens=60), request("c", 300, prompt_tokens=4)
+    )
+    faults = ("bootstrap-failure:request=a", "offload.lookup-pending-forever:request=b")
+    played = play(both(order), requests, *faults)
+    (stall,) = played.of("request.stalled", instance="P0")
+    assert (stall.request_id, stall.cause) == ("b", "an undecided lookup")
+    assert played.of("store.finished", instance="P0", request_id="c")
+    assert played.cluster.loop.num_run < 5_000
+
+
 @pytest.mark.incident("M3")
 @pytest.mark.parametrize("behaviour", ["vllm-0.33", "ideal"])
 def test_with_the_tier_first_the_producer_is_told_to_let_go(behaviour: str) -> None:

@@ -61,6 +61,8 @@ class RequestContext:
     """Copies from a secondary tier that its lookups have ordered, and steps in which there was no room for any."""
     num_orders: int = 0
     """Chunks that its lookups have asked for from a secondary tier, whether or not there was room for them."""
+    left_alone_in: tuple[int, int, int] | None = None
+    """In which situation it was left alone, because its lookups only go in circles, until another comes."""
     is_bounded: bool = False
     """Its lookup is given up after a time: whatever goes round in circles has an end."""
 

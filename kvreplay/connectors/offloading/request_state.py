@@ -175,10 +175,8 @@ class RequestState:
         """The last lookup has ordered nothing, and only copies under way could change what it found."""
         self.has_found = False
         """It came upon chunks one by one, and some of them were there, or coming."""
-        self.circling_at: tuple[int, int, int] | None = None
-        """In which situation the engine stopped to ask for it, because it only goes in circles."""
         self.num_rescued = 0
-        """Times that something changed after that."""
+        """Times that it was left alone, and then something changed."""
         self.deferred_since_ns: int | None = None
         """Since when its lookup has been undecided."""
         self._space = space

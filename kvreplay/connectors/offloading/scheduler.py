@@ -148,20 +148,22 @@ class OffloadingScheduler:
 
     def is_asked_in_vain(self, request_id: str, *, is_idle: bool) -> bool:
         state = self.states[request_id]
-        if state.is_settled:
-            return is_idle and not self.manager.may_interfere(state.context, has_found=state.has_found)
         is_final = state.last_question is not None and state.last_answer is None
         if is_final and self.manager.never_answers(state.context):
             return True
-        return is_idle and self._is_circling_in_vain(state)
+        if not is_idle:
+            return False
+        if state.is_settled and not self.manager.may_interfere(state.context, has_found=state.has_found):
+            return True
+        return self._is_left_alone(state)
 
-    def _is_circling_in_vain(self, state: RequestState) -> bool:
+    def _is_left_alone(self, state: RequestState) -> bool:
         """Whether it may be left alone until something else changes. (vLLM's engine goes on asking.)"""
         if not state.context.is_going_in_circles or self.manager.may_end_circles(state.context):
             return False
         if state.num_rescued >= _MAX_RESCUES:
             return False
-        state.circling_at = state.circling_at or self._situation_of(state)
+        state.context.left_alone_in = state.context.left_alone_in or self._situation_of(state)
         return True
 
     def _situation_of(self, state: RequestState) -> tuple[int, int, int]:
@@ -207,9 +209,9 @@ class OffloadingScheduler:
             return None, False
         state.notice_keys()
         state.num_local_tokens = num_computed_tokens
-        if state.circling_at is not None and state.circling_at != self._situation_of(state):
+        if state.context.left_alone_in not in (None, self._situation_of(state)):
             # Something has changed at last: it may come through now.
-            state.circling_at, state.context.num_attempts = None, 0
+            state.context.left_alone_in, state.context.num_attempts = None, 0
             state.num_rescued += 1
         hit: int | None = 0
         if not request.skip_reading_prefix_cache and state.num_lost_loads <= _MAX_RETRIES:

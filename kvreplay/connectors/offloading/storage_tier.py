@@ -2,7 +2,7 @@
 
 Jobs run one after another at the storage's speed. Their ends are messages, so that faults can make them fail, late or
 never come. Chunks are kept in order of their last use and leave from the other end when the tier is full. The end of a
-promotion that only goes in circles is no news: whoever ordered it has asked so often that something else must wake it.
+promotion for a lookup that is left alone is no news: it has only gone in circles, and something else must wake it.
 """
 
 from collections import OrderedDict
@@ -151,7 +151,7 @@ class StorageTier:
         running = self._jobs.get(envelope.payload.job_id)
         self._end(envelope.payload)
         is_promotion = running is not None and running.job.is_promotion
-        if not (is_promotion and running is not None and running.job.context.is_going_in_circles):
+        if running is None or not is_promotion or running.job.context.left_alone_in is None:
             self._on_report(is_promotion)
 
     def _end(self, result: TierResult) -> None:
