@@ -80,9 +80,9 @@ def _of_admissions(frame: pl.DataFrame, transfers: pl.LazyFrame) -> pl.LazyFrame
     given = (
         rows_of(frame, ["block.allocated"], "seq", "instance", "request_id")
         .rename({"seq": "admitted_seq"})
-        .sort("admitted_seq")
+        .sort("admitted_seq", maintain_order=True)
     )
-    return transfers.sort("start_seq").join_asof(
+    return transfers.sort("start_seq", maintain_order=True).join_asof(
         given,
         left_on="start_seq",
         right_on="admitted_seq",
@@ -111,7 +111,7 @@ def _transfers(frame: pl.DataFrame, *, fences_attempts: bool) -> pl.LazyFrame:
         .agg(start_seq=pl.col("seq").filter(is_start).first(), end_seq=pl.col("seq").filter(~is_start).first())
         .filter(pl.col("start_seq").is_not_null())
         .with_columns(pl.col("end_seq").fill_null(_NEVER))
-        .sort("start_seq")
+        .sort("start_seq", maintain_order=True)
     )
     deaths = _deaths(frame)
     at_source = _until_death(spans, deaths, "instance")
@@ -132,11 +132,15 @@ def _until_settled(spans: pl.LazyFrame, frame: pl.DataFrame) -> pl.LazyFrame:
     for no blocks, since they have been given up, only tells the producer so."""
     key = ["instance", "peer", "request_id", "rank"]
     pulls = rows_of(frame, ["pull.sent", "pull.settled"], "seq", "kind", *key, "num_blocks")
-    sent = pulls.filter(pl.col("kind") == "pull.sent").sort("seq").select(*key, "num_blocks", sent_seq="seq")
+    sent = (
+        pulls.filter(pl.col("kind") == "pull.sent")
+        .sort("seq", maintain_order=True)
+        .select(*key, "num_blocks", sent_seq="seq")
+    )
     settled = (
         pulls.filter(pl.col("kind") == "pull.settled")
         .drop("num_blocks")
-        .sort("seq")
+        .sort("seq", maintain_order=True)
         .join_asof(
             sent,
             left_on="seq",
@@ -146,11 +150,11 @@ def _until_settled(spans: pl.LazyFrame, frame: pl.DataFrame) -> pl.LazyFrame:
             check_sortedness=False,  # both are; polars cannot see it of groups
         )
         .filter(pl.col("num_blocks").ne_missing(0))
-        .group_by(peer="instance", instance="peer", request_id="request_id")
+        .group_by(peer="instance", instance="peer", request_id="request_id", maintain_order=True)
         .agg(settled_seq=pl.col("seq").max())
     )
     return (
-        spans.join(settled, on=["peer", "instance", "request_id"], how="left")
+        spans.join(settled, on=["peer", "instance", "request_id"], how="left", maintain_order="left")
         .with_columns(end_seq=pl.min_horizontal("end_seq", "settled_seq"))
         .drop("settled_seq")
     )
@@ -162,7 +166,7 @@ def _deaths(frame: pl.DataFrame) -> pl.LazyFrame:
         rows_of(frame, ["engine.crashed", "fault.injected"], "seq", "kind", "instance", "status")
         .filter((pl.col("kind") == "engine.crashed") | pl.col("status").is_in(_KILLING))
         .select(dead=pl.col("instance"), death_seq=pl.col("seq"))
-        .sort("death_seq")
+        .sort("death_seq", maintain_order=True)
     )
 
 

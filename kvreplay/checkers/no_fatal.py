@@ -42,7 +42,7 @@ def unfaulted_failures(frame: pl.DataFrame) -> pl.DataFrame:
     crashed = rows_of(frame, ["engine.crashed"], "instance").collect()["instance"]
     acted_on = faults.filter(is_of_whole_instance())["instance"]
     excused = pl.concat([crashed, acted_on]).to_list()
-    named = faults["request_id"].drop_nulls().unique().to_list()
+    named = faults["request_id"].drop_nulls().unique(maintain_order=True).to_list()
     victims = client_ends(frame).filter(
         pl.col("kind") == "request.failed",
         ~pl.col("request_id").is_in(named),

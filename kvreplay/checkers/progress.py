@@ -41,10 +41,10 @@ def _check_lost(frame: pl.DataFrame) -> list[Finding]:
     crashed = rows_of(frame, ["engine.crashed"], "instance")
     lost = (
         routes(frame)
-        .join(client_ends(frame).select("request_id"), on="request_id", how="anti")
-        .join(stalled, on="request_id", how="anti")
-        .join(crashed, left_on="serving", right_on="instance", how="anti")
-        .join(crashed, left_on="producer", right_on="instance", how="anti")
+        .join(client_ends(frame).select("request_id"), on="request_id", how="anti", maintain_order="left")
+        .join(stalled, on="request_id", how="anti", maintain_order="left")
+        .join(crashed, left_on="serving", right_on="instance", how="anti", maintain_order="left")
+        .join(crashed, left_on="producer", right_on="instance", how="anti", maintain_order="left")
         .collect()
     )
     if lost.is_empty():
@@ -70,9 +70,22 @@ def _check_forgotten(frame: pl.DataFrame) -> list[Finding]:
         .rename({"peer": "producer"})
     )
     forgotten = (
-        given_up.join(asked.group_by(leg).agg(asked_ns=pl.col("time_ns").first()), on=leg, maintain_order="left")
-        .join(dropped.group_by(leg).agg(dropped_ns=pl.col("time_ns").last()), on=leg, maintain_order="left")
-        .join(client_ends(frame).select("request_id", end_ns="time_ns"), on="request_id", how="left")
+        given_up.join(
+            asked.group_by(leg, maintain_order=True).agg(asked_ns=pl.col("time_ns").first()),
+            on=leg,
+            maintain_order="left",
+        )
+        .join(
+            dropped.group_by(leg, maintain_order=True).agg(dropped_ns=pl.col("time_ns").last()),
+            on=leg,
+            maintain_order="left",
+        )
+        .join(
+            client_ends(frame).select("request_id", end_ns="time_ns"),
+            on="request_id",
+            how="left",
+            maintain_order="left",
+        )
         .filter(
             pl.col("dropped_ns").is_between("asked_ns", "time_ns"),
             pl.col("end_ns").is_null() | (pl.col("end_ns") >= pl.col("time_ns")),

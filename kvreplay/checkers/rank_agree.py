@@ -44,7 +44,7 @@ def check_rank_agree(frame: pl.DataFrame) -> list[Finding]:
             instance=row["instance"],
             request_id=row["request_id"],
         )
-        for row in wrong.sort("finished_seq", "rank").iter_rows(named=True)
+        for row in wrong.sort("finished_seq", "rank", maintain_order=True).iter_rows(named=True)
     ]
 
 

@@ -120,14 +120,14 @@ def _instances(trace: Trace) -> list[dict[str, Any]]:
 
     rows = trace.rows(tuple(trace.kind_counts), ["instance", "kind"])
     frame = pl.DataFrame(pl.from_arrow(rows)).filter(pl.col("instance").is_not_null())
-    grouped = frame.group_by("instance").agg(
+    grouped = frame.group_by("instance", maintain_order=True).agg(
         pl.len().alias("events"),
         (pl.col("kind") == "request.finished").sum().alias("finished"),
         (pl.col("kind") == "engine.crashed").sum().alias("crashes"),
     )
     return [
         {"id": row["instance"], "events": row["events"], "finished": row["finished"], "crashes": row["crashes"]}
-        for row in grouped.sort("instance").to_dicts()
+        for row in grouped.sort("instance", maintain_order=True).to_dicts()
     ]
 
 

@@ -21,33 +21,44 @@ def circular_waits(frame: pl.DataFrame, least_ns: int) -> list[CircularWait]:
     settled = first.filter(pl.col("kind") == "pull.settled").select("instance", "request_id", until_ns="time_ns")
     waited = (
         sent.select("instance", "request_id", producer="peer", since_ns="time_ns")
-        .join(settled, on=["instance", "request_id"], how="left")
+        .join(settled, on=["instance", "request_id"], how="left", maintain_order="left")
         .with_columns(pl.col("until_ns").fill_null(_end_ns(frame)))
         .filter(pl.col("until_ns") - pl.col("since_ns") >= least_ns)
     )
     if waited.is_empty():
         return []
     computed = rows_of(frame, ["request.first_token", "request.finished"], *_COLUMNS).collect()
-    begun = computed.unique(["instance", "request_id"], keep="first").select(
+    begun = computed.unique(["instance", "request_id"], keep="first", maintain_order=True).select(
         "request_id", producer="instance", first_ns="time_ns"
     )
-    reserved = waited.join(begun, on=["request_id", "producer"], how="left").filter(
+    reserved = waited.join(begun, on=["request_id", "producer"], how="left", maintain_order="left").filter(
         pl.col("first_ns").is_null() | (pl.col("first_ns") >= pl.col("until_ns"))
     )
-    released = first.filter(pl.col("kind").str.starts_with("send.")).group_by("instance", "request_id")
+    released = first.filter(pl.col("kind").str.starts_with("send.")).group_by(
+        "instance", "request_id", maintain_order=True
+    )
     kept = (
         computed.filter(pl.col("kind") == "request.finished")
         .select("request_id", producer="instance", kept_ns="time_ns")
-        .join(routes(frame).collect(), on=["request_id", "producer"])
+        .join(routes(frame).collect(), on=["request_id", "producer"], maintain_order="left")
         .join(
             released.agg(released_ns=pl.col("time_ns").min()).rename({"instance": "producer"}),
             on=["producer", "request_id"],
             how="left",
+            maintain_order="left",
         )
         .join(
-            sent.select("request_id", serving="instance", asked_ns="time_ns"), on=["request_id", "serving"], how="left"
+            sent.select("request_id", serving="instance", asked_ns="time_ns"),
+            on=["request_id", "serving"],
+            how="left",
+            maintain_order="left",
         )
-        .join(client_ends(frame).select("request_id", end_ns="time_ns").collect(), on="request_id", how="left")
+        .join(
+            client_ends(frame).select("request_id", end_ns="time_ns").collect(),
+            on="request_id",
+            how="left",
+            maintain_order="left",
+        )
         # Nobody came for it while it was kept, though its client was there.
         .with_columns(
             wanted_ns=pl.min_horizontal(pl.col("asked_ns", "released_ns", "end_ns").fill_null(_end_ns(frame)))
@@ -55,7 +66,13 @@ def circular_waits(frame: pl.DataFrame, least_ns: int) -> list[CircularWait]:
         .filter(pl.col("wanted_ns") - pl.col("kept_ns") >= least_ns)
     )
     pairs = (
-        reserved.join(kept, left_on=["producer", "instance"], right_on=["producer", "serving"], suffix="_kept")
+        reserved.join(
+            kept,
+            left_on=["producer", "instance"],
+            right_on=["producer", "serving"],
+            suffix="_kept",
+            maintain_order="left",
+        )
         .with_columns(
             begin=pl.max_horizontal("since_ns", "kept_ns"),
             end=pl.min_horizontal("until_ns", "wanted_ns"),
@@ -64,7 +81,7 @@ def circular_waits(frame: pl.DataFrame, least_ns: int) -> list[CircularWait]:
             pl.col("request_id") != pl.col("request_id_kept"),
             pl.col("end") - pl.col("begin") >= least_ns,
         )
-        .sort("begin", "request_id", "request_id_kept")
+        .sort("begin", "request_id", "request_id_kept", maintain_order=True)
     )
     return [
         CircularWait(

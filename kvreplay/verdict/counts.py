@@ -52,7 +52,7 @@ def loads(frame: pl.DataFrame) -> Loads:
     kinds = ["load.started", "load.finished", "load.failed", "pull.sent", "pull.settled"]
     leg = ("instance", "request_id")
     rows = rows_of(frame, kinds, "kind", *leg, "num_tokens", "status", "cause", "cause_seq").collect()
-    count = dict(rows.group_by("kind").len().rows())
+    count = dict(rows.group_by("kind", maintain_order=True).len().rows())
     # Asked again, it follows from a reply; given up before it could be asked, it follows from nothing.
     again = rows.filter(pl.col("kind") == "pull.sent", pl.col("cause_seq").is_not_null()).height
     unsent = rows.filter(pl.col("kind") == "pull.settled", pl.col("cause_seq").is_null()).height
@@ -78,7 +78,7 @@ def loads(frame: pl.DataFrame) -> Loads:
 
 def speculative(frame: pl.DataFrame, usage: pl.DataFrame) -> Speculative | None:
     """None where no instance speculates."""
-    by_name: dict[str, int] = dict(usage.group_by("status").agg(pl.col("grown").sum()).rows())
+    by_name: dict[str, int] = dict(usage.group_by("status", maintain_order=True).agg(pl.col("grown").sum()).rows())
     if "drafts" not in by_name:
         return None
     drafts, drafted, accepted = (by_name[name] for name in ("drafts", "draft_tokens", "accepted_tokens"))
@@ -97,17 +97,26 @@ def speculative(frame: pl.DataFrame, usage: pl.DataFrame) -> Speculative | None:
 
 
 def _sums(rows: pl.DataFrame, key: str, value: str) -> dict[str, int]:
-    return dict(rows.group_by(pl.col(key).fill_null("")).agg(pl.col(value).sum()).sort(key).rows())
+    return dict(
+        rows.group_by(pl.col(key).fill_null(""), maintain_order=True)
+        .agg(pl.col(value).sum())
+        .sort(key, maintain_order=True)
+        .rows()
+    )
 
 
 def _lengths(rows: pl.DataFrame, key: str) -> dict[str, int]:
-    return dict(rows.group_by(pl.col(key).fill_null("")).len().sort(key).rows())
+    return dict(
+        rows.group_by(pl.col(key).fill_null(""), maintain_order=True).len().sort(key, maintain_order=True).rows()
+    )
 
 
 def _nested_sums(rows: pl.DataFrame, outer: str, inner: str, value: str) -> dict[str, dict[str, int]]:
     nested: dict[str, dict[str, int]] = {}
     keys = [pl.col(outer).fill_null(""), pl.col(inner).fill_null("")]
-    for first, second, total in rows.group_by(keys).agg(pl.col(value).sum()).sort(outer, inner).rows():
+    for first, second, total in (
+        rows.group_by(keys, maintain_order=True).agg(pl.col(value).sum()).sort(outer, inner, maintain_order=True).rows()
+    ):
         nested.setdefault(first, {})[second] = total
     return nested
 
@@ -177,20 +186,24 @@ def _busy_until(frame: pl.DataFrame, usage: pl.DataFrame) -> dict[str, int]:
     samples = usage.filter(pl.col("status") == "busy_ns").with_columns(
         before_ns=pl.col("time_ns").shift(1).over("instance").fill_null(0)
     )
-    last = samples.filter(pl.col("grown") > 0).group_by("instance").agg(pl.col("time_ns", "before_ns", "grown").last())
+    last = (
+        samples.filter(pl.col("grown") > 0)
+        .group_by("instance", maintain_order=True)
+        .agg(pl.col("time_ns", "before_ns", "grown").last())
+    )
     signs = (
         rows_of(frame, ["request.first_token", "request.finished"], "instance", "time_ns")
         .rename({"time_ns": "sign_ns"})
         .collect()
-        .join(last, on="instance")
+        .join(last, on="instance", maintain_order="left")
         .filter(pl.col("sign_ns") > pl.col("before_ns"), pl.col("sign_ns") <= pl.col("time_ns"))
-        .group_by("instance")
+        .group_by("instance", maintain_order=True)
         .agg(pl.col("sign_ns").max())
     )
     # What it computed since the sample before takes it at least so far, whatever came of it.
     at_least = pl.max_horizontal("sign_ns", pl.col("before_ns") + pl.col("grown"))
     until = pl.when(pl.col("sign_ns").is_null()).then("time_ns").otherwise(at_least)
-    return dict(last.join(signs, on="instance", how="left").select("instance", until).rows())
+    return dict(last.join(signs, on="instance", how="left", maintain_order="left").select("instance", until).rows())
 
 
 def _busy(busy_ns: int, until_ns: int | None) -> float | None:
@@ -198,7 +211,7 @@ def _busy(busy_ns: int, until_ns: int | None) -> float | None:
 
 
 def _pivot(usage: pl.DataFrame, value: pl.Expr) -> dict[tuple[str, str], int]:
-    rows = usage.group_by("instance", "status").agg(value.alias("result")).rows()
+    rows = usage.group_by("instance", "status", maintain_order=True).agg(value.alias("result")).rows()
     return {(instance, status): result for instance, status, result in rows if result is not None}
 
 
@@ -232,9 +245,9 @@ def series(usage: pl.DataFrame, roles: Mapping[str, str]) -> list[Series]:
     filled = _filled(gauges.with_columns(point=_points(gauges["time_ns"])))
     table = (
         filled.with_columns(role=pl.col("instance").replace_strict(role_of, return_dtype=pl.String))
-        .group_by("role", "status", "point")
+        .group_by("role", "status", "point", maintain_order=True)
         .agg(pl.col("value").sum())
-        .sort("point")
+        .sort("point", maintain_order=True)
     )
     found: list[Series] = []
     for role in dict.fromkeys([role for role in roles.values() if role in role_of.values()] + [*role_of.values()]):
@@ -264,10 +277,21 @@ def _points(time_ns: pl.Series) -> pl.Series:
 
 def _filled(gauges: pl.DataFrame) -> pl.DataFrame:
     """Every gauge of every instance at every point: where no sample was taken, the last one holds."""
-    highest = gauges.group_by("instance", "status", "point").agg(pl.col("value").max(), last=pl.col("value").last())
-    lines = highest.select("instance").unique().join(pl.DataFrame({"status": GAUGES}), how="cross")
-    grid = highest.select("point").unique().sort("point").join(lines, how="cross")
+    highest = gauges.group_by("instance", "status", "point", maintain_order=True).agg(
+        pl.col("value").max(), last=pl.col("value").last()
+    )
+    lines = (
+        highest.select("instance")
+        .unique(maintain_order=True)
+        .join(pl.DataFrame({"status": GAUGES}), how="cross", maintain_order="left")
+    )
+    grid = (
+        highest.select("point")
+        .unique(maintain_order=True)
+        .sort("point", maintain_order=True)
+        .join(lines, how="cross", maintain_order="left")
+    )
     last = pl.col("last").forward_fill().over("instance", "status", order_by="point")
-    return grid.join(highest, on=["instance", "status", "point"], how="left").with_columns(
+    return grid.join(highest, on=["instance", "status", "point"], how="left", maintain_order="left").with_columns(
         value=pl.coalesce("value", last.fill_null(0))
     )

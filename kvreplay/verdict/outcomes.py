@@ -142,7 +142,7 @@ def _overdue(parked: pl.DataFrame) -> list[Overdue]:
 def count_requests(found: Outcomes, unfaulted: pl.Series, explained: Collection[str]) -> Requests:
     """`unfaulted`: the requests whose failure no fault explains; `explained`: those that one has named or harmed."""
     table = found.requests
-    counts = dict(table.group_by("outcome").len().rows())
+    counts = dict(table.group_by("outcome", maintain_order=True).len().rows())
     stalled = table.filter(pl.col("outcome") == "stalled")["request_id"]
     lost = {stall.request_id for stall in found.stalls if stall.ended is None}
     num_lost = sum(name in lost for name in stalled)
@@ -169,16 +169,22 @@ def count_reasons(requests: pl.DataFrame) -> list[Reason]:
     """Why requests failed, were aborted or rejected, the most frequent first."""
     rows = (
         requests.filter(pl.col("outcome").is_in(["failed", "aborted", "rejected"]))
-        .group_by("outcome", pl.col("cause").fill_null(""))
+        .group_by("outcome", pl.col("cause").fill_null(""), maintain_order=True)
         .len()
-        .sort("len", "outcome", "cause", descending=[True, False, False])
+        .sort("len", "outcome", "cause", descending=[True, False, False], maintain_order=True)
         .rows()
     )
     return [Reason(outcome=outcome, cause=cause, count=count) for outcome, cause, count in rows]
 
 
 def outcomes_of(requests: pl.DataFrame, names: Sequence[str]) -> Mapping[str, int]:
-    rows = requests.filter(pl.col("request_id").is_in(list(names))).group_by("outcome").len().sort("outcome").rows()
+    rows = (
+        requests.filter(pl.col("request_id").is_in(list(names)))
+        .group_by("outcome", maintain_order=True)
+        .len()
+        .sort("outcome", maintain_order=True)
+        .rows()
+    )
     return dict(rows)
 
 
@@ -191,9 +197,9 @@ def followers(
         (pl.col("outcome") == "rejected") & pl.col("cause").is_in([CONNECTION_REFUSED, PREFILL_FAILED])
     )
     harmed = requests.filter(is_harmed, ~pl.col("request_id").is_in(named.implode()))
-    since = acted.drop_nulls("instance").group_by("instance").agg(since_ns=pl.col("time_ns").min())
+    since = acted.drop_nulls("instance").group_by("instance", maintain_order=True).agg(since_ns=pl.col("time_ns").min())
     legs = pl.concat([harmed.select("request_id", "end_ns", instance=at) for at in ("serving", "producer")])
-    later = legs.join(since, on="instance").filter(
+    later = legs.join(since, on="instance", maintain_order="left").filter(
         pl.col("end_ns").is_null() | (pl.col("end_ns") >= pl.col("since_ns"))
     )
     behind = harmed.filter(pl.col("request_id").is_in(list(held_up)))

@@ -237,7 +237,7 @@ def _faults(
     seen = named["cause"].unique(maintain_order=True)
     known = {fault.spec for fault in planned}
     plan = [*planned, *(PlannedFault(spec=spec) for spec in seen if spec not in known)]
-    all_named = rows["request_id"].drop_nulls().unique()
+    all_named = rows["request_id"].drop_nulls().unique(maintain_order=True)
     return [
         _fault(
             fault,

@@ -19,11 +19,16 @@ def tiers(frame: pl.DataFrame, usage: pl.DataFrame) -> Tiers | None:
     if medium is None:
         return None
     gauge = TIER_GAUGES[medium]
-    total = dict(usage.group_by("status").agg(pl.col("grown").sum()).rows())
+    total = dict(usage.group_by("status", maintain_order=True).agg(pl.col("grown").sum()).rows())
     loads = _loads(frame)
     started = loads.filter(pl.col("kind") == "load.started")
     lost = int(started.select(pl.min_horizontal("num_tokens", "lost")).sum().item())
-    by_tier = dict(started.group_by("tier").agg(pl.col("num_tokens").sum()).sort("tier").rows())
+    by_tier = dict(
+        started.group_by("tier", maintain_order=True)
+        .agg(pl.col("num_tokens").sum())
+        .sort("tier", maintain_order=True)
+        .rows()
+    )
     return Tiers(
         hit_tokens={GPU: total.get("hit_tokens", 0), **by_tier},
         saved_tokens=sum(by_tier.values()) - lost,
@@ -40,8 +45,8 @@ def tiers(frame: pl.DataFrame, usage: pl.DataFrame) -> Tiers | None:
 
 def _by_name(usage: pl.DataFrame, value: pl.Expr) -> dict[str, int]:
     """Per name the sum over instances of a value that each has once."""
-    each = usage.select("instance", "status", result=value).unique()
-    return dict(each.group_by("status").agg(pl.col("result").sum()).rows())
+    each = usage.select("instance", "status", result=value).unique(maintain_order=True)
+    return dict(each.group_by("status", maintain_order=True).agg(pl.col("result").sum()).rows())
 
 
 def _kinds(what: str) -> list[str]:
@@ -62,7 +67,7 @@ def _loads(frame: pl.DataFrame) -> pl.DataFrame:
 
 
 def _direction(total: dict[str, int], what: str, jobs: pl.DataFrame) -> Direction:
-    count = dict(jobs.group_by("kind").len().rows())
+    count = dict(jobs.group_by("kind", maintain_order=True).len().rows())
     return Direction(
         bytes=total.get(f"{what}_bytes", 0),
         seconds=total.get(f"{what}_ns", 0) / NS_PER_S,
@@ -77,7 +82,10 @@ def _evicted(frame: pl.DataFrame) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     of_tiers = rows.filter(pl.col("status").is_not_null())
     for tier, cause, count in (
-        of_tiers.group_by("status", "cause").agg(pl.col("num_blocks").sum()).sort("status", "cause").rows()
+        of_tiers.group_by("status", "cause", maintain_order=True)
+        .agg(pl.col("num_blocks").sum())
+        .sort("status", "cause", maintain_order=True)
+        .rows()
     ):
         found.setdefault(tier, {})[cause] = count
     return found

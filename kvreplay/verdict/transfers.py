@@ -24,16 +24,21 @@ def transfers(frame: pl.DataFrame, block_bytes: int) -> Transfers | None:
     finished = sends.filter(pl.col("kind") == "send.finished")
     good = finished.filter(pl.col("status") == "ok")
     spans = (
-        good.join(started.select(cause_seq="seq", start_ns="time_ns"), on="cause_seq")
+        good.join(started.select(cause_seq="seq", start_ns="time_ns"), on="cause_seq", maintain_order="left")
         # Each rank writes its part of each block.
         .with_columns(num_bytes=pl.col("num_blocks") * block_bytes / pl.len().over("instance", "request_id"))
-        .sort("start_ns")
+        .sort("start_ns", maintain_order=True)
     )
     num_bytes = int(spans["num_bytes"].sum())
     each_ns = int((spans["time_ns"] - spans["start_ns"]).sum())
     any_ns = _covered_ns(spans)
     failed = finished.filter(pl.col("status") != "ok")
-    causes = failed.group_by(pl.col("cause").fill_null("")).len().sort("cause").rows()
+    causes = (
+        failed.group_by(pl.col("cause").fill_null(""), maintain_order=True)
+        .len()
+        .sort("cause", maintain_order=True)
+        .rows()
+    )
     return Transfers(
         started=len(started),
         finished=len(good),

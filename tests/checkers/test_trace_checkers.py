@@ -16,6 +16,7 @@ from kvreplay.checkers.output_equal import check_output_equal
 from kvreplay.checkers.progress import check_progress
 from kvreplay.checkers.rank_agree import check_rank_agree
 from kvreplay.checkers.trace_checkers import check_trace, trace_checkers
+from kvreplay.connectors.mooncake.producer import NOT_READY
 from kvreplay.events import DETAIL_BLOCKS, DETAIL_RUN, Event
 
 FrameOf = Callable[..., pl.DataFrame]
@@ -188,6 +189,19 @@ def test_a_request_that_just_disappears_is_found(frame_of: FrameOf) -> None:
 def test_the_end_of_its_engine_explains_it(frame_of: FrameOf, died: str) -> None:
     frame = frame_of(arrived("r1"), routed("r1"), Event("engine.crashed", 4, died, 17, status="AssertionError"))
     assert not check_progress(frame)
+
+
+def test_pulls_that_a_producer_has_given_up_are_told_in_order_of_time(frame_of: FrameOf) -> None:
+    names = [f"r{number}" for number in range(300)]
+    frame = frame_of(
+        *(event for name in names for event in (arrived(name), routed(name))),
+        *(Event("pull.sent", 1, "D0", request_id=name, peer="P0") for name in names),
+        *(Event("request.aborted", 2, "P0", request_id=name, cause="client") for name in names),
+        *(Event("pull.settled", 3, "D0", request_id=name, peer="P0", cause=NOT_READY) for name in names),
+        *(failed(name, 4) for name in names),
+    )
+    told = [finding.request_id for finding in check_progress(frame)]
+    assert told == names
 
 
 # -- NULL-BLOCK -----------------------------------------------------------------------------------------------

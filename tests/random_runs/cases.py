@@ -30,7 +30,21 @@ _MODELS: Final = {
         "kind='mla',bytes_per_token=64,block_size=32",
         "kind='mamba',state_bytes=2048,block_size=32,mamba_cache_mode='align'",
     ),
+    "chunks": (
+        "kind='full',bytes_per_token=64",
+        "kind='chunked_local',bytes_per_token=64,attention_chunk_size=128",
+        "kind='chunked_local',bytes_per_token=64,attention_chunk_size=128",
+    ),
+    "unequal-blocks": (
+        "kind='full',bytes_per_token=32,block_size=32",
+        "kind='sliding_window',bytes_per_token=64,block_size=16,sliding_window=96",
+    ),
+    "latent-windows": (
+        "kind='mla',bytes_per_token=64",
+        "kind='sliding_window_mla',bytes_per_token=64,sliding_window=64",
+    ),
 }
+_PRESETS: Final = ("deepseek-v4-five-groups", "kimi-linear", "gemma-hybrid")
 _BLOCK_BYTES: Final = 2048
 """Of the widest page above."""
 _SETUP_FAULTS: Final = ("config.override", "mooncake.engine-init", "mooncake.register-mem")
@@ -75,9 +89,10 @@ def draw(seed: int, wish: Wish = Wish()) -> Case:  # noqa: B008 - a constant
     options = ["--seed", str(rng.randrange(1000))]
     if profile is not None:
         options += ["--profile", profile]
-    elif rng.random() < 0.3:
-        name, switch = rng.choice(list(_known("profiles")["switches"].items()))
-        options += ["--behaviour", f"{name}={rng.choice(list(switch['values']))}"]
+    elif rng.random() < 0.4:
+        for _ in range(rng.choice((1, 1, 3))):
+            name, switch = rng.choice(list(_known("profiles")["switches"].items()))
+            options += ["--behaviour", f"{name}={rng.choice(list(switch['values']))}"]
     if profile != "ideal" and rng.random() < 0.4:
         options += ["--policy", rng.choice(("fail", "recompute"))]
     options += [word for switch in wish.switches for word in ("--behaviour", switch)]
@@ -112,13 +127,23 @@ def _workload(rng: random.Random) -> list[str]:
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
-def _config(rng: random.Random, kind: str) -> str:
-    groups = _MODELS[rng.choice(list(_MODELS))]
+def _model(rng: random.Random) -> tuple[list[str], int]:
+    """A model, and a multiple of what its widest block takes, in bytes."""
     lines = ["[model]", f"max_model_len = {MAX_MODEL_LEN}"]
+    if rng.random() < 0.1:
+        return [*lines, f'preset = "{rng.choice(_PRESETS)}"'], 1 << 22
+    groups = _MODELS[rng.choice(list(_MODELS))]
     if "mla" in groups[0]:
         lines.append("use_mla = true")
+    elif rng.random() < 0.3:
+        lines.append(f"num_kv_heads = {rng.choice((1, 2, 8))}")
     for group in groups:
         lines += ["[[model.groups]]", *group.replace("=", " = ").split(",")]
+    return lines, _BLOCK_BYTES * 4
+
+
+def _config(rng: random.Random, kind: str) -> str:
+    lines, block_bytes = _model(rng)
     lines += ["[timing]", 'preset = "llama-70b-8xh100"', "[topology]"]
     if kind in ("mooncake", "multi"):
         lines += [f"prefill = {rng.randint(1, 2)}", f"decode = {rng.randint(1, 2)}"]
@@ -126,9 +151,11 @@ def _config(rng: random.Random, kind: str) -> str:
         lines += [f"instances = {rng.randint(1, 2)}"]
     if kind != "none":
         lines += [f"tp = {rng.choice((1, 1, 2))}", f"pp = {rng.choice((1, 1, 1, 2))}"]
+    if kind in ("mooncake", "multi") and rng.random() < 0.2:
+        lines += [f"prefill_tp = {rng.choice((1, 2, 4))}", f"decode_tp = {rng.choice((1, 2, 4))}"]
     if rng.random() < 0.3:
         lines.append('proxy_decode = "least_loaded"')
-    lines += ["[connector]", f'kind = "{kind}"', *_connector(rng, kind)]
+    lines += ["[connector]", f'kind = "{kind}"', *_connector(rng, kind, block_bytes)]
     if kind in ("mooncake", "multi") and rng.random() < 0.4:
         lines += ["[network]", f"latency_ns = {rng.choice((10_000, 50_000_000, 2_000_000_000))}"]
         lines.append(f"bandwidth_bytes_per_s = {rng.choice((200_000, 50_000_000_000))}")
@@ -140,25 +167,38 @@ def _config(rng: random.Random, kind: str) -> str:
         f"async_scheduling = {_word(rng.random() < 0.2)}",
         f'policy = "{rng.choice(("fcfs", "fcfs", "priority"))}"',
         f"long_prefill_token_threshold = {rng.choice((0, 0, 64))}",
+        *_rare_scheduling(rng),
         "[cache]",
         f"enable_prefix_caching = {_word(rng.random() < 0.9)}",
         *([f"prefix_cache_retention_interval = {rng.choice((0, 64, 256))}"] if rng.random() < 0.2 else []),
     ]
-    speculation = _speculation(rng) if kind in ("none", "offloading") and rng.random() < 0.3 else []
+    speculation = _speculation(rng) if rng.random() < (0.3 if kind in ("none", "offloading") else 0.15) else []
     check = rng.choice(("on", "on", "every-read"))
     return "\n".join([*lines, "num_gpu_blocks = {blocks}", *speculation, "[kv]", f'check = "{check}"', ""])
 
 
-def _connector(rng: random.Random, kind: str) -> list[str]:
+def _rare_scheduling(rng: random.Random) -> list[str]:
+    lines = {
+        "max_num_active_seqs": rng.choice((2, 5)),
+        "scheduler_reserve_full_isl": "false",
+        "watermark": rng.choice((0.01, 0.1)),
+        "prefill_schedule_interval": rng.choice((2, 4)),
+        "long_prefill_token_threshold_adaptive": "true",
+        "max_num_scheduled_tokens": 128,
+    }
+    return [f"{name} = {value}" for name, value in lines.items() if rng.random() < 0.06]
+
+
+def _connector(rng: random.Random, kind: str, block_bytes: int) -> list[str]:
     lines = []
     if kind in ("offloading", "multi", "simple_cpu"):
-        lines.append(f"cpu_bytes_to_use = {_BLOCK_BYTES * 4 * rng.choice((20, 100, 2000))}")
+        lines.append(f"cpu_bytes_to_use = {block_bytes * rng.choice((20, 100, 2000))}")
     if kind == "simple_cpu":
         lines.append(f"lazy_offload = {_word(rng.random() < 0.5)}")
         lines.append(f"copy_bytes_per_s = {rng.choice((10_000_000, 40_000_000_000))}")
         if rng.random() < 0.3:
             lines += ['kv_offload_backend = "disk"', "use_page_cache = true", f"disk_bytes_per_s = {10**9}"]
-            lines.append(f"disk_capacity_bytes = {_BLOCK_BYTES * 4 * rng.choice((20, 100, 2000))}")
+            lines.append(f"disk_capacity_bytes = {block_bytes * rng.choice((20, 100, 2000))}")
     if kind in ("offloading", "multi"):
         lines.append(f"blocks_per_chunk = {rng.choice((1, 1, 2))}")
         spec_name = rng.choice(("CPUOffloadingSpec", "CPUOffloadingSpec", "TieringOffloadingSpec"))
@@ -170,10 +210,19 @@ def _connector(rng: random.Random, kind: str) -> list[str]:
         lines.append(f"load_bytes_per_s = {rng.choice((10_000_000, 40_000_000_000))}")
         lines.append(f"store_bytes_per_s = {rng.choice((10_000_000, 40_000_000_000))}")
         if spec_name == "TieringOffloadingSpec":
-            lines.append(f"tier_bytes = {_BLOCK_BYTES * 4 * rng.choice((50, 1000))}")
+            lines.append(f"tier_bytes = {block_bytes * rng.choice((50, 1000))}")
+            if rng.random() < 0.3:
+                lines += [f"tier_latency = {rng.choice((0.00001, 0.5))}", "tier_bytes_per_s = 100_000_000"]
+        elif rng.random() < 0.2:
+            lines += ["store_threshold = 2", f"max_tracker_size = {rng.choice((50, 64_000))}"]
+        if rng.random() < 0.15:
+            lines.append(f"copy_latency = {rng.choice((0.0, 0.05))}")
     if kind in ("mooncake", "multi"):
         lines.append(f"abort_request_timeout = {rng.choice((480, 480, 20, 3))}")
         lines.append(f"num_workers = {rng.choice((10, 10, 1))}")
+        if rng.random() < 0.15:
+            name = rng.choice(("connector_timeout", "receive_timeout", "transfer_timeout"))
+            lines.append(f"{name} = {rng.choice((0.05, 3.0))}")
         policy = rng.choice((None, None, "fail", "recompute"))
         lines += [] if policy is None else [f'kv_load_failure_policy = "{policy}"']
     if kind == "multi":
