@@ -351,6 +351,31 @@ def test_random_engines(layout: str, seed: int, *, is_lazy: bool, overlaps: bool
     assert stories[0] == stories[1]
 
 
+@pytest.mark.parametrize("seed", [225, 319, 425, 476])
+def test_a_block_is_stored_as_what_it_is_now(seed: int) -> None:
+    """Where stores lag behind, a table names blocks that its window has left: others' by then, with more words."""
+    rng = Random(seed)
+    config = simple(
+        cpu_blocks=rng.choice([12, 16, 24, 40]),
+        num_gpu_blocks=rng.choice([26, 28, 32, 40]),
+        copy_bytes_per_s=rng.choice([400, 4000, 10**9]),
+    )
+    window = KVCacheGroupSpec(kind=SLIDING_WINDOW, block_size=4, sliding_window=8, bytes_per_token=2)
+    config = replace(config, model=replace(config.model, groups=(replace(FULL, block_size=8), window)))
+    requests = []
+    for place in range(rng.randint(4, 14)):
+        letter, num_tokens = rng.choice("AB"), rng.randint(1, 30)
+        start_ms, output_tokens = rng.randint(0, 1200), rng.randint(5, 32)
+        text = [*(f"{letter}{index}" for index in range(rng.randint(0, 8))), *(f"{place}.{at}" for at in range(20))]
+        requests.append(
+            request(f"r{place}", start_ms, prompt_tokens=num_tokens, output_tokens=output_tokens, text=text)
+        )
+    faults = ["scheduler.preempt:p=0.4"] if rng.random() < 0.5 else []
+    played = play(config, workload(*requests), *faults)
+    assert not played.of("violation")
+    assert played.of("load.finished")
+
+
 def test_config() -> None:
     config = simple()
     assert config_from_json(config.to_json()) == config

@@ -14,6 +14,7 @@ from kvreplay.engine.output import SchedulerOutput, Share
 from kvreplay.engine.request import Request
 from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.cache_manager import KVCacheManager
+from kvreplay.kv.group_keys import group_of
 from kvreplay.kv.managers.base import KVGroupManager
 from kvreplay.kv.prefix_cache import NO_KEY
 from kvreplay.kv.specs import MAMBA
@@ -123,8 +124,13 @@ class EagerStores:
         self._in_flight.difference_update(pairs.gpu)
 
     def _take(self, pairs: Pairs, chosen: Sequence[tuple[int, int]]) -> None:
-        take(pairs, chosen, self._gpu.pool, self._cpu.pool)
+        take(pairs, [(self._owner_of(block_id), block_id) for _, block_id in chosen], self._gpu.pool, self._cpu.pool)
         self._in_flight.update(block_id for _, block_id in chosen)
+
+    def _owner_of(self, block_id: int) -> int:
+        """The group whose key the block has, and whose words: a table may still name what its window has left."""
+        num_groups = len(self._gpu.groups)
+        return group_of(int(self._gpu.pool.keys[block_id]), num_groups) if num_groups > 1 else 0
 
     def _is_storable(self, block_id: int) -> bool:
         if block_id == NULL_BLOCK_ID or block_id in self._in_flight:
