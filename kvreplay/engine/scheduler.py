@@ -398,8 +398,10 @@ class Scheduler(AdmissionLayer):
             if request is None:
                 self._report_fits_nothing(f"finished_recving of unknown request {request_id}")
             elif request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                # Another child of a MultiConnector may say so, too, of a load that is not its own.
+                is_news = request_id not in self.finished_recving
                 self.finished_recving[request_id] = None
-                if request_id not in self.failed_recving:
+                if is_news and request_id not in self.failed_recving:
                     self.log.load_finished(request, request.num_external_tokens)
             elif request.status.is_finished:
                 self._release(request)

@@ -364,11 +364,12 @@ class SteppingInstance:
             raise self._raise_next
         reports = self._workers.get_finished(out.finished_req_ids) if self._workers is not None else None
         self._apply_aborts()
+        loaded = [] if reports is None else self._newly_loaded(reports.finished_recving)
         outputs = self.scheduler.update_from_output(out, ModelRunnerOutput(reports, out.num_accepted))
         if self._acceptance is not None and not self.scheduler.config.async_scheduling:
             self.scheduler.take_drafts(out)
-        if reports is not None:
-            self._note_loaded(reports.finished_recving)
+        if loaded:
+            self._note_loaded(loaded)
         if self.scheduler.rules.sleeps_after_failed_load:
             self.is_asleep = reports is not None and bool(reports.failed_recving or reports.invalid_block_ids)
         if out.has_sync_kv_loads:
@@ -383,6 +384,10 @@ class SteppingInstance:
                 if output.finish_reason is not None:
                     self.on_finished(output.request)
         return reports is not None
+
+    def _newly_loaded(self, finished_recving: list[str]) -> list[str]:
+        """Without those who have been reported before, by another child of a MultiConnector."""
+        return [request_id for request_id in finished_recving if request_id not in self.scheduler.finished_recving]
 
     def _note_loaded(self, finished_recving: list[str]) -> None:
         for request_id in finished_recving:

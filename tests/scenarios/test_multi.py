@@ -93,6 +93,32 @@ def test_with_the_tier_first_the_producer_is_told_to_let_go(behaviour: str) -> N
     assert all(end == "finished" for end, _, _ in played.ends().values())
 
 
+@pytest.mark.parametrize("behaviour", ["post-50984", "vllm-0.33"])
+def test_a_load_ends_once_though_mooncake_reports_the_pull_of_nothing(behaviour: str, tmp_path: Path) -> None:
+    """Before its guard it said that the request's KV was there, while the tier's copy was still under way, and before
+    the engine, which runs one request at a time, could take that at its word."""
+    base = both("offloading,mooncake")
+    options = base.connector.options
+    assert isinstance(options, MultiConfig)
+    tier = replace(options.offloading, load_bytes_per_s=400)
+    roles = {"prefill": role(num_gpu_blocks=40), "decode": role(num_gpu_blocks=40, max_num_seqs=1)}
+    connector = replace(base.connector, options=replace(options, offloading=tier))
+    config = replace(base, connector=connector, roles=roles)
+    requests = workload(
+        request("a", 0, prompt_tokens=16, text="abcd"),
+        request("x", 300, prompt_tokens=8, output_tokens=50),
+        request("b", 460, prompt_tokens=60, text="abcdefghijklmno"),
+    )
+    fault = "cache.reset:at=450ms,instance=D0,what=running"
+    played = play(config, requests, fault, behaviour=behaviour)
+    assert len(played.of("pull.settled", request_id="b")) == 1
+    assert len(played.of("load.finished", instance="D0", request_id="b")) == 1
+    summary = judge(tmp_path, config, requests, fault, behaviour=behaviour)
+    assert summary.tiers is not None
+    assert summary.tiers.loaded.finished == summary.tiers.loaded.started
+    assert summary.loaded_tokens == sum(event.num_tokens or 0 for event in played.of("load.finished"))
+
+
 @pytest.mark.parametrize("order", ["mooncake,offloading", "offloading,mooncake"])
 @pytest.mark.parametrize("fault", ["timeout:request=b", "offload.load-corrupt:request=b", "offload.ack-lost:request=b"])
 def test_ideal_survives_faults_of_either(order: Order, fault: str, tmp_path: Path) -> None:
