@@ -127,12 +127,13 @@ class ConnectorMemory:
                 self.on_late_write()
             # A load that a step waits for lands before the step computes, which may overwrite a state.
             self._flush_members(in_step=self._has_begun)
+            owners = self._owners_of(late, provenance)
             for block_id in late:
                 if block_id == NULL_BLOCK_ID:
                     whose = provenance.request_id if provenance is not None else ""
                     self._null_writes.append(WrongBlock(NULL_BLOCK_ID, group, whose, 0, provenance, is_write=True))
                     continue
-                owner = self._owner_of(block_id, provenance)
+                owner = owners.get(block_id)
                 self.late_writes.append(LateWrite(block_id, group, owner, provenance))
                 if owner is not None:
                     self._rewritten[block_id] = None
@@ -148,13 +149,15 @@ class ConnectorMemory:
     def set_history(self, block_id: int, history: History) -> None:
         self.buffers.set_history(block_id, history)
 
-    def _owner_of(self, block_id: int, provenance: Provenance | None) -> str | None:
-        """Of several that hold it the one that it is written for: others hit it in the very step that loads it."""
-        holders = [
-            request_id
-            for request_id in self.scheduler.requests
-            if any((table == block_id).any() for table in self.scheduler.kv.block_arrays(request_id))
-        ]
-        if provenance is not None and provenance.request_id in holders:
-            return provenance.request_id
-        return holders[0] if holders else None
+    def _owners_of(self, block_ids: list[int], provenance: Provenance | None) -> dict[int, str]:
+        """Who holds each of these, if anybody does. Of several the one that it is written for: others hit it in the
+        very step that loads it."""
+        written_for = provenance.request_id if provenance is not None else None
+        is_sought = self.scheduler.pool.membership(np.array(block_ids, np.int64))
+        owners: dict[int, str] = {}
+        for request_id in self.scheduler.requests:
+            for table in self.scheduler.kv.block_arrays(request_id):
+                for block_id in table[is_sought[table]].tolist():
+                    if block_id not in owners or request_id == written_for:
+                        owners[block_id] = request_id
+        return owners

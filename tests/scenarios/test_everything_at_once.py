@@ -20,7 +20,7 @@ from kvreplay.trace.workload import write_workload
 from kvreplay.verdict.model import Summary
 
 PUBLIC = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
-PART = 3_000
+PART = 1_500
 _BEYOND_REQUESTS = ("mooncake.dup-transfer-id", "mooncake.role-mismatch", "mooncake.kv-both-chain")
 """Parameters that are wrong beyond their own request: they end engines, or all share one transfer."""
 BEYOND = (
@@ -143,7 +143,7 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.skipif(not PUBLIC.exists(), reason="the public conversation trace is not beside the checkout")
 class TestOnRealTraffic:
-    """The first 3,000 requests of Mooncake's public conversation trace."""
+    """The first 1,500 requests of Mooncake's public conversation trace."""
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_ideally_everything_ends_well(self, conversations: Path, policy: str) -> None:

@@ -101,9 +101,9 @@ def test_a_load_ends_once_though_mooncake_reports_the_pull_of_nothing(behaviour:
     options = base.connector.options
     assert isinstance(options, MultiConfig)
     tier = replace(options.offloading, load_bytes_per_s=400)
-    roles = {"prefill": role(num_gpu_blocks=40), "decode": role(num_gpu_blocks=40, max_num_seqs=1)}
     connector = replace(base.connector, options=replace(options, offloading=tier))
-    config = replace(base, connector=connector, roles=roles)
+    prefill, decode = role(num_gpu_blocks=40), role(num_gpu_blocks=40, max_num_seqs=1)
+    config = replace(base, connector=connector, roles={"prefill": prefill, "decode": decode})
     requests = workload(
         request("a", 0, prompt_tokens=16, text="abcd"),
         request("x", 300, prompt_tokens=8, output_tokens=50),
