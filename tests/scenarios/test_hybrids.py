@@ -1,10 +1,12 @@
 """Models of several KV cache groups in small clusters: what holds for one group holds for them."""
 
 from collections import Counter
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 
+from kvreplay.kv.cache_manager import KVCacheManager
 from kvreplay.replay.config import ReplayConfig
 from tests.scenarios.hybrid_worlds import LAYOUTS, Groups, hybrid_worlds, with_groups
 from tests.scenarios.random_worlds import PAIR_FAULTS, World
@@ -50,6 +52,16 @@ def test_ideal_violates_nothing_under_any_mix_of_faults(world: World) -> None:
     check_every_request_is_accounted_for(world, played)
     assert "stalled" not in {kind for kind, _, _ in played.ends().values()}
     check_outputs(played)
+
+
+@settings(max_examples=40, deadline=None)
+@given(hybrid_worlds())
+def test_what_evictions_have_cost_is_found_without_looking_at_every_key(world: World) -> None:
+    """What full attention never had behind a hit, no other group needs to be asked about."""
+    with patch.object(KVCacheManager, "_ends_in_full_attention", return_value=False):
+        thorough = world.play()
+    told, expected = (played.of("tokens.recomputed") for played in (world.play(), thorough))
+    assert told == expected
 
 
 @settings(max_examples=60, deadline=None)
