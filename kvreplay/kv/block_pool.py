@@ -307,8 +307,10 @@ class BlockPool(PrefixCache):
         block_ids = np.concatenate(groups[::-1])
         if not len(block_ids):
             return
-        assert count_nonzero(self.ref_counts[block_ids]) == len(block_ids), "block freed twice"
-        self.ref_counts[block_ids] = 0
+        counts = self.ref_counts[block_ids]
+        counts -= 1
+        assert not count_nonzero(counts), "block freed twice, or still in use"
+        self.ref_counts[block_ids] = counts
         if self._head < len(block_ids):
             self._recentre()
         self.num_free += len(block_ids)

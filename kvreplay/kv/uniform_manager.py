@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from kvreplay.errors import EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.cache_manager import KVCacheManager, Slots
-from kvreplay.kv.group_keys import group_key
+from kvreplay.kv.group_keys import group_key, group_steps
 from kvreplay.kv.joined_tables import JoinedTable
 from kvreplay.kv.lookup import Hit
 from kvreplay.kv.managers.base import NO_BLOCKS, CachedRequest, KVGroupManager, Need
@@ -55,9 +55,7 @@ class UniformAttentionCacheManager(KVCacheManager):
         self._windows = [(run, run.reach) for run in self._runs if run.reach is not None]
         self._full_groups = [group for group, spec in enumerate(self.groups) if spec.is_full_attention]
         self._nothing_cached = [NO_BLOCKS for _ in self.managers]
-        # From a key in one group to that in each group from it on.
-        steps = [group_key(0, group, self._num_groups) for group in range(self._num_groups)]
-        self._key_steps = np.array(steps, np.int64)[:, None]
+        self._key_steps = group_steps(range(self._num_groups), self._num_groups)
 
     def _join(self, request_id: str, capacity: int) -> JoinedTable:
         joined = self._joined[request_id] = JoinedTable(self._num_groups, capacity)

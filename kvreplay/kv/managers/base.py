@@ -12,7 +12,7 @@ from kvreplay.errors import EngineFatal
 from kvreplay.ids import NULL_BLOCK_ID
 from kvreplay.kv.block_pool import BlockPool
 from kvreplay.kv.block_table import UNTRACKED, BlockTable
-from kvreplay.kv.group_keys import group_key
+from kvreplay.kv.group_keys import group_key, group_steps
 from kvreplay.kv.prefix_cache import BlockIds, Keys
 from kvreplay.kv.specs import CIRCULAR_BUFFER, KVCacheGroupSpec, cdiv
 
@@ -353,10 +353,8 @@ class JointLookup:
         self.managers = list(managers)
         self.first = managers[0]
         self.drops_eagle_block = drops_eagle_block
-        # From a key in the first group to that in each other one.
-        num_groups, first = self.first.rules.num_groups, self.first.group
-        steps = [group_key(0, manager.group - first, num_groups) for manager in managers[1:]]
-        self._key_steps = np.array(steps, np.int64)[:, None]
+        others = [manager.group - self.first.group for manager in managers[1:]]
+        self._key_steps = group_steps(others, self.first.rules.num_groups)
 
     def find(self, keys: Keys) -> list[BlockIds]:
         """For each member, the block of each key; 0 for all of them where one has none."""
