@@ -86,6 +86,9 @@ class RecordingManager:
         self.note_evicted(plan)
         return plan
 
+    def prepare_each(self, keys: Keys, context: RequestContext) -> ChunkIds | None:
+        return None  # each is an offer of its own in the record
+
     def note_evicted(self, plan: StorePlan | None) -> None:
         if plan is not None and len(plan.evicted):
             self._clock.record.setdefault("cpu_evict", []).extend(self._names(plan.evicted))

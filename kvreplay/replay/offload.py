@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 
 from kvreplay.checkers.hit_attainable import short_window, withheld_hit
-from kvreplay.checkers.store_content import foreign_blocks
+from kvreplay.checkers.store_content import StoreContent
 from kvreplay.connectors.offloading.accounts import OffloadAccounts
 from kvreplay.connectors.offloading.behaviour import offload_behaviour
 from kvreplay.connectors.offloading.config import OffloadingConfig
@@ -63,7 +63,8 @@ class Offload:
             every_group_drafts=self._behaviour.eagle_lookup == "narrow" and kv.rules.drops_eagle_block,
         )
         self._layout = rank_layout(layout, num_parts)
-        space = self._space = KeySpace(len(self._layout.groups), owner.num_keys, owner.names)
+        space = KeySpace(len(self._layout.groups), owner.num_keys, owner.names)
+        self._store_content = StoreContent(self._layout, space, kv)
         self.cpu = CPUOffloadingManager(
             num_chunks(self._layout, config, is_replicated=is_replicated),
             space,
@@ -145,8 +146,8 @@ class Offload:
             if job_id in flushed:
                 continue
             keys = self.scheduler.ledger.jobs[job_id].keys
-            block_keys = self.scheduler.states[job.req_id].request.content.block_keys
-            for block in foreign_blocks(job, keys, block_keys, self._layout, self._space, self._kv):
+            content = self.scheduler.states[job.req_id].request.content
+            for block in self._store_content.foreign_blocks(job, keys, content):
                 self._findings.foreign_store(self._instance, job.req_id, f"job {job_id}", block)
 
     def store_ended(self, job_id: int, req_id: str, num_blocks: int, failure: str | None) -> None:

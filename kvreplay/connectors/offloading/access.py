@@ -56,6 +56,18 @@ class RequestAccess:
             self._unjoined.append(keys[is_new])
         return is_new
 
+    def see_further(self, keys: Keys, positions: NDArray[np.int64], space: KeySpace) -> bool:
+        """`see`, where each key is of another group and goes on from what has been seen of that. False: not so, and
+        nothing has been done."""
+        ends = dict(zip(space.groups(keys).tolist(), positions.tolist(), strict=True))
+        if not self._is_ordered or len(ends) < len(keys):
+            return False
+        if any(end <= self._ends.get(group, 0) for group, end in ends.items()):
+            return False
+        self._ends.update(ends)
+        self._unjoined.append(keys)
+        return True
+
 
 def _go_on(keys: Keys, positions: NDArray[np.int64], space: KeySpace) -> bool:
     """Whether these are of one group, and in the order of their positions."""

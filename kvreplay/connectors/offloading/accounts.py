@@ -1,6 +1,7 @@
 """What a connector has done, for the report: a row per store, and counters and gauges for the samples of usage."""
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Final
 
 from kvreplay.connectors.offloading.cpu_manager import CPUOffloadingManager
 from kvreplay.connectors.offloading.storage_tier import StorageTier
@@ -9,6 +10,8 @@ from kvreplay.connectors.offloading.worker import LOADS, STORES, SYNC_LOADS
 from kvreplay.connectors.offloading.workers import OffloadingWorkers
 from kvreplay.engine.log import EngineLog
 from kvreplay.events import Event
+
+_new_event: Final = tuple.__new__
 
 
 class OffloadAccounts:
@@ -41,25 +44,12 @@ class OffloadAccounts:
 
     def _emit(self, kind: str, job_id: int, req_id: str, num_blocks: int, cause: str | None) -> None:
         log = self._log
-        log.sink.emit(
-            # By position, which is twice as fast as by name.
-            Event(
-                kind,
-                log.now_ns,
-                log.instance,
-                log.step,
-                req_id,
-                f"job {job_id}",
-                None,
-                None,
-                None,
-                None,
-                None,
-                num_blocks,
-                None,
-                cause,
-            )
-        )
+        # By position, and not by a call of the class: twice a job, a third of the time.
+        fields = (
+            kind, log.now_ns, log.instance, log.step, req_id, f"job {job_id}", None, None, None, None, None, num_blocks,
+            None, cause, None, None, None, None, None, None, None, None,
+        )  # fmt: skip
+        log.sink.emit(_new_event(Event, fields))
 
     # -- samples ----------------------------------------------------------------------------------------------
 

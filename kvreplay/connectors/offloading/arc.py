@@ -45,6 +45,9 @@ class ARCPolicy:
     def mark_evictable(self, chunk_ids: ChunkIds) -> None:
         pass
 
+    def mark_one_evictable(self, chunk_id: int) -> None:
+        pass
+
     def mark_used(self, chunk_ids: ChunkIds) -> None:
         pass
 

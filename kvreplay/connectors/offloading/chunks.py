@@ -95,6 +95,12 @@ class ChunkTable:
         self._enter(chunk_ids, keys)
         return chunk_ids, evicted
 
+    def replace_each(self, victims: ChunkIds, keys: Keys) -> None:
+        """`replace` for one after the other: each key gets its victim's chunk."""
+        assert not self.num_free
+        self._slots[self.keys[victims]] = 0
+        self._enter(victims, keys)
+
     def _replace_one(self, victim: int, key: int) -> tuple[ChunkIds, Keys]:
         evicted = self.keys[victim : victim + 1].copy()
         self._slot_of[evicted.item()] = 0

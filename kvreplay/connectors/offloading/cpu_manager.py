@@ -226,6 +226,31 @@ class CPUOffloadingManager:
             self.space.note_run(candidates, self.space.positions(keys)[num_found:])
         return self._insert(candidates, observed[:num_found], context, first=num_found)
 
+    def prepare_each(self, keys: Keys, context: RequestContext) -> ChunkIds | None:
+        chunks = self.chunks
+        if self.counts is not None or self.policy.distinguishes_reuse or self._events is not None:
+            return None
+        missing = len(keys) - chunks.num_free
+        if missing > 0 and not len(keys) == missing <= chunks.num_evictable:
+            return None
+        if np.count_nonzero(chunks.slots(keys)):
+            return None
+        access = self._access_of(context)
+        if not access.see_further(keys, self.space.positions(keys), self.space):
+            return None
+        assert not access.finished, f"{context.req_id}: new keys after its end"
+        self.policy.on_request_access(keys, NOWHERE, context)
+        if missing <= 0:
+            chunk_ids: ChunkIds | None = chunks.allocate(keys)
+        else:
+            chunk_ids = self.policy.evict(missing, NO_CHUNKS)
+            assert chunk_ids is not None
+            chunks.replace_each(chunk_ids, keys)
+            self.num_evicted += missing
+        assert chunk_ids is not None
+        self.policy.insert(keys, chunk_ids, context)
+        return chunk_ids
+
     def _all_ready(self, slots: ChunkIds) -> bool:
         """Whether these are all there, and none is being written."""
         if np.count_nonzero(slots) < len(slots):
@@ -286,7 +311,7 @@ class CPUOffloadingManager:
     def _complete_one(self, key: int) -> None:
         chunk_id = self.chunks.find_one(key)
         if chunk_id >= 0 and self.chunks.set_one_ready(chunk_id):
-            self.policy.mark_evictable(np.array([chunk_id], np.int64))
+            self.policy.mark_one_evictable(chunk_id)
 
     def touch(self, keys: Keys, context: RequestContext) -> None:
         self.policy.touch(keys)

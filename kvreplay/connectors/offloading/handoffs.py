@@ -6,10 +6,11 @@ what the other groups hold of that block, so all of it is one offer. Either is o
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
-from kvreplay.connectors.offloading.arrays import Keys
+from kvreplay.connectors.offloading.arrays import ChunkIds, Keys
 from kvreplay.connectors.offloading.behaviour import OffloadBehaviour
 from kvreplay.connectors.offloading.keys import KeySpace
 from kvreplay.connectors.offloading.layout import OffloadLayout
@@ -20,6 +21,15 @@ from kvreplay.connectors.offloading.structs import GpuBlocks, Handoff, OffloadSt
 from kvreplay.errors import engine_asserts
 
 _engine_asserts = partial(engine_asserts, where="_build_partial_tail_store_jobs")
+
+
+class _StateOffer(NamedTuple):
+    """One state under its key. `group_index`: of its group in the layout; `place`: where its table has the block."""
+
+    key: int
+    group_index: int
+    block_id: int
+    place: int
 
 
 class HandoffStores:
@@ -39,6 +49,8 @@ class HandoffStores:
         self._skips_beyond_cap = behaviour.partial_tail_cap == "skip"
         self._on_allocation_failure = on_allocation_failure
         self._nothing = [0] * len(layout.groups)
+        self._one_of = [tuple(row) for row in np.eye(len(layout.groups), dtype=np.int64).tolist()]
+        """By group: the sizes of a copy of one block of it."""
         self._index_of = {group.group_id: index for index, group in enumerate(layout.groups)}
         self._state_groups = {group.group_id for group in layout.groups if group.is_aligned_state}
 
@@ -62,6 +74,7 @@ class HandoffStores:
 
     def _aligned(self, state: RequestState, handoffs: Sequence[Handoff]) -> Iterator[TransferJob]:
         limit = self._stores.storable_tokens(state, state.request.num_tokens)
+        offers: list[_StateOffer] = []
         for handoff in handoffs:
             index = self._index_of.get(handoff.group_id)
             if index is None or not handoff.block_id or handoff.boundary > limit:
@@ -72,11 +85,26 @@ class HandoffStores:
             # Of its hashes, not of the keys that have been noticed: those lag behind where nothing else is stored.
             key = state.boundary_key(index, handoff.boundary)
             place = handoff.boundary // group.tokens_per_block - 1
-            keys = np.array([key], np.int64)
-            self._space.note_run(keys, np.array([handoff.boundary], np.int64))
-            job = self._offer(state, keys, [index], [handoff.block_id], place)
+            offers.append(_StateOffer(key, index, handoff.block_id, place))
+        keys = np.array([offer.key for offer in offers], np.int64)
+        chunk_ids = self._manager.prepare_each(keys, state.context) if len(offers) > 1 else None
+        for number, (_, index, block_id, place) in enumerate(offers):
+            one = slice(number, number + 1)
+            if chunk_ids is not None:
+                yield self._open(state, keys[one], chunk_ids[one], index, block_id, place)
+                continue
+            job = self._offer(state, keys[one], [index], [block_id], place)
             if job is not None:
                 yield job
+
+    def _open(
+        self, state: RequestState, keys: Keys, chunk_ids: ChunkIds, index: int, block_id: int, place: int
+    ) -> TransferJob:
+        """The store of one block of one group, at that place of its table."""
+        places = self._nothing.copy()
+        places[index] = place
+        gpu = GpuBlocks(np.array([block_id], np.int64), self._one_of[index], tuple(places))
+        return self._stores.open(state, keys, gpu, chunk_ids, fenced=(block_id,))
 
     def _offer(
         self, state: RequestState, keys: Keys, indices: list[int], block_ids: list[int], place: int

@@ -83,6 +83,12 @@ class LRUPolicy:
         if self._horizon >= 0 and len(chunk_ids):
             self._note_evictable(chunk_ids)
 
+    def mark_one_evictable(self, chunk_id: int) -> None:
+        if self._horizon >= 0:
+            place = self._places.item(chunk_id)
+            if place <= self._horizon:
+                heappush(self._late, (place, chunk_id))
+
     def mark_used(self, chunk_ids: ChunkIds) -> None:
         self._leave_run(chunk_ids)
 

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvreplay.connectors.offloading.arrays import Keys
+from kvreplay.connectors.offloading.arrays import ChunkIds, Keys
 from kvreplay.connectors.offloading.context import RequestContext
 from kvreplay.connectors.offloading.manager import LookupResult, LookupResults, OffloadingManager, StorePlan
 from kvreplay.sim.bus import Bus
@@ -148,6 +148,9 @@ class ManagerOverBus:
         answer = self._ask(OFFER, Offer(keys, context), context)
         plan: StorePlan | None = answer.payload
         return plan
+
+    def prepare_each(self, keys: Keys, context: RequestContext) -> ChunkIds | None:
+        return None if self._is_watched(OFFER, context) else self.inner.prepare_each(keys, context)
 
     def close(self) -> None:
         self._bus.silence(self._address)

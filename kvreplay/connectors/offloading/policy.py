@@ -21,6 +21,10 @@ class CachePolicy(Protocol):
         """Their last user has gone."""
         ...
 
+    def mark_one_evictable(self, chunk_id: int) -> None:
+        """The same for a single chunk."""
+        ...
+
     def mark_used(self, chunk_ids: ChunkIds) -> None:
         """Each has a user, some for the first time."""
         ...

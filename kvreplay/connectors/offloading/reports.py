@@ -1,8 +1,9 @@
 """What ranks have reported, and what it comes to for the engine (vLLM: KVOutputAggregator)."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Final, NamedTuple
 
 from kvreplay.connectors.offloading.structs import OffloadingOutput, TransferJob
 from kvreplay.errors import EngineFatal
@@ -17,11 +18,18 @@ class RankReport(NamedTuple):
     failure: str | None = None
 
 
+_RANK_AND_ORDER: Final = attrgetter("rank", "order")
+
+
 @dataclass(slots=True)
 class _Expected:
     job: TransferJob
-    reported: set[int] = field(default_factory=set)
+    reported: int = 0
+    """Ranks that have, a bit for each."""
     failure: str | None = None
+
+    def is_reported_by(self, rank: int) -> bool:
+        return bool(self.reported >> rank & 1)
 
 
 class ReportBox:
@@ -35,7 +43,7 @@ class ReportBox:
     def __init__(self, num_ranks: int, *, survives_failures: bool, ignores_repeats: bool) -> None:
         self.causes: dict[str, str] = {}
         """Why each failed request failed, until its owner asks."""
-        self._num_ranks = num_ranks
+        self._all_ranks = (1 << num_ranks) - 1
         self._survives_failures = survives_failures
         self._ignores_repeats = ignores_repeats
         self._jobs: dict[int, _Expected] = {}
@@ -57,7 +65,7 @@ class ReportBox:
     def has_arrived(self, report: RankReport) -> bool:
         expected = self._jobs.get(report.job_id)
         is_news = any(news[:2] == report[:2] for news in self._news)
-        return is_news or expected is None or report.rank in expected.reported
+        return is_news or expected is None or expected.is_reported_by(report.rank)
 
     def put(self, report: RankReport) -> None:
         if not (self._ignores_repeats and self.has_arrived(report)):
@@ -67,26 +75,26 @@ class ReportBox:
         """Everything since the last time. Raises EngineFatal if a worker has died of it."""
         news, self._news = self._news, []
         if len(news) > 1:
-            news.sort(key=lambda report: (report.rank, report.order))
+            news.sort(key=_RANK_AND_ORDER)
         output = OffloadingOutput()
         for report in news:
             if report.failure is not None and not self._survives_failures:
                 raise EngineFatal("AssertionError", "get_finished: transfer_result.success")
             output.completed_jobs[report.job_id] = output.completed_jobs.get(report.job_id, 0) + 1
             expected = self._jobs.get(report.job_id)
-            if expected is not None and report.rank not in expected.reported:
+            if expected is not None and not expected.is_reported_by(report.rank):
                 self._note(expected, report, output)
         return output
 
     def _note(self, expected: _Expected, report: RankReport, output: OffloadingOutput) -> None:
         job = expected.job
-        expected.reported.add(report.rank)
+        expected.reported |= 1 << report.rank
         if report.failure is not None:
             expected.failure = expected.failure or report.failure
             output.failed_jobs[job.job_id] = expected.failure
             if job.is_sync:
                 output.invalid_block_ids += [block_id for block_id in job.gpu.block_ids.tolist() if block_id]
-        if len(expected.reported) < self._num_ranks:
+        if expected.reported != self._all_ranks:
             return
         del self._jobs[job.job_id]
         if job.is_store or job.is_sync:

@@ -237,6 +237,9 @@ class TieringOffloadingManager:
                 self._cascade_present(present, request)
         return plan
 
+    def prepare_each(self, keys: Keys, context: RequestContext) -> ChunkIds | None:
+        return None
+
     def complete_store(self, keys: Keys, context: RequestContext, *, success: bool = True) -> None:
         self.primary.complete_store(keys, context, success=success)
         if success:
