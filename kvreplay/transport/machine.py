@@ -91,11 +91,11 @@ class Deadlines:
         heap = self._heap
         while heap and heap[0][0] <= now_ns:
             deadline = heappop(heap)[2]
-            action = deadline.action
+            action, argument = deadline.action, deadline.argument
             if action is not None:
-                deadline.action = None
+                deadline.action = deadline.argument = None  # which may know its deadlines: no cycle is left behind
                 self._num_live -= 1
-                action(deadline.argument, now_ns)
+                action(argument, now_ns)
 
     def clear(self) -> None:
         self._heap.clear()

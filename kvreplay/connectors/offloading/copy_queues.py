@@ -83,6 +83,7 @@ class CopyQueues:
         self._timeout_ns = nanoseconds(config.copy_timeout) if bounds_copies else None
         self._deadlines = Deadlines()
         self._queues: dict[str, deque[_Copy]] = {queue: deque() for queue in QUEUES}
+        self._in_order = tuple(self._queues.values())
         self._copies: dict[int, _Copy] = {}
 
     # -- the state machine ------------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ class CopyQueues:
     @property
     def has_report(self) -> bool:
         """Whether the head of some queue is over."""
-        stores, loads, sync_loads = self._queues.values()
+        stores, loads, sync_loads = self._in_order
         return bool(
             (stores and stores[0].result is not None)
             or (loads and loads[0].result is not None)

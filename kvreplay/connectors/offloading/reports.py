@@ -67,9 +67,10 @@ class ReportBox:
         is_news = any(news[:2] == report[:2] for news in self._news)
         return is_news or expected is None or expected.is_reported_by(report.rank)
 
-    def put(self, report: RankReport) -> None:
-        if not (self._ignores_repeats and self.has_arrived(report)):
-            self._news.append(report)
+    def put_all(self, reports: Iterable[RankReport]) -> None:
+        for report in reports:
+            if not (self._ignores_repeats and self.has_arrived(report)):
+                self._news.append(report)
 
     def collect(self) -> OffloadingOutput:
         """Everything since the last time. Raises EngineFatal if a worker has died of it."""

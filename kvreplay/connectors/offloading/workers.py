@@ -2,7 +2,7 @@
 
 A rank orders each copy by a message to its copy engine (`copy.job`: refused, late, damaged or lost by faults), hears of
 its end by another (`copy.done`), and passes that on to the scheduler by a third (`rank.report`). The engine collects at
-the end of a step what has arrived by then.
+the end of a step what has arrived by then; where no fault wants the reports, they are made only then.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -137,6 +137,17 @@ class _Rank:
     def take_finished(self) -> list[CopyResult]:
         return self.queues.take_finished()
 
+    # -- reports ----------------------------------------------------------------------------------------------
+
+    @property
+    def has_report(self) -> bool:
+        return self.queues.has_report or self.worker.has_report
+
+    def take_reports(self) -> list[RankReport]:
+        reports = self.worker.rank_reports(self.rank)
+        self.driver.report_fetched()
+        return reports
+
     def close(self) -> None:
         self._bus.silence(self.address)
         self._bus.silence(self._copy_address)
@@ -190,7 +201,7 @@ class OffloadingWorkers:
                 memory,
                 shared or buffers(),
                 is_store_writer=not is_replicated or rank == 0,
-                on_report=partial(self._send_reports, rank),
+                on_report=partial(self._report, rank),
             )
             for rank, memory in enumerate(memories)
         ]
@@ -223,17 +234,24 @@ class OffloadingWorkers:
             if has_loads:
                 rank.driver.pump()
             until_ns = max(until_ns, rank.blocked_until_ns)
-            self._send_reports(rank.rank)
+            if rank.has_report:
+                self._report(rank.rank)
         return until_ns
 
     def has_report(self) -> bool:
-        return self.box.has_news
+        if self.box.has_news:
+            return True
+        return not is_watched(self._bus, RANK_REPORT) and any(rank.has_report for rank in self.ranks)
 
     def gives_back(self) -> bool:
         return False  # nobody waits for a copy to free blocks
 
     def get_finished(self, finished_req_ids: Sequence[str]) -> OffloadingOutput | None:
         """Raises EngineFatal where a copy has failed and the worker dies of it."""
+        if not is_watched(self._bus, RANK_REPORT):
+            for rank in self.ranks:
+                if rank.has_report:
+                    self.box.put_all(rank.take_reports())
         return self.box.collect() if self.box.has_news else None
 
     def failure_reason(self, request_id: str) -> str | None:
@@ -257,27 +275,25 @@ class OffloadingWorkers:
 
     # -- reports ----------------------------------------------------------------------------------------------
 
-    def _send_reports(self, rank: int) -> None:
-        worker = self.ranks[rank]
-        if worker.worker.has_report or worker.queues.has_report:
-            reports = worker.worker.rank_reports(rank)
-            if not is_watched(self._bus, RANK_REPORT):
-                self._take(reports)
-            else:
-                for report in reports:
-                    self._send(report, attempt=0)
-        worker.driver.report_fetched()
+    def _report(self, rank: int) -> None:
+        """Some of the rank's copies are over."""
+        if not is_watched(self._bus, RANK_REPORT):
+            if not self._is_closed:
+                self._on_report()
+            return
+        for report in self.ranks[rank].take_reports():
+            self._send(report, attempt=0)
 
     def _send(self, report: RankReport, *, attempt: int) -> None:
         if self._is_closed:
             return
         if not is_watched(self._bus, RANK_REPORT):
-            self._take([report])
+            self._take(report)
             return
         job = self.box.job(report.job_id)
         if self._repeats and job is not None and job.is_sync and report.failure is not None:
             # The step waits for this copy, and sees itself how it ends.
-            self._take([report])
+            self._take(report)
         envelope = Envelope(
             kind=RANK_REPORT,
             source=self.ranks[report.rank].address,
@@ -299,11 +315,10 @@ class OffloadingWorkers:
             self._send(report, attempt=attempt)
 
     def _receive(self, envelope: Envelope) -> None:
-        self._take([envelope.payload])
+        self._take(envelope.payload)
 
-    def _take(self, reports: Sequence[RankReport]) -> None:
-        if self._is_closed or not reports:
+    def _take(self, report: RankReport) -> None:
+        if self._is_closed:
             return
-        for report in reports:
-            self.box.put(report)
+        self.box.put_all((report,))
         self._on_report()
