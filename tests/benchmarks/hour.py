@@ -6,7 +6,8 @@
 
 Each figure is of a whole process, `python -m kvreplay run ...` from interpreter start to exit, pinned to one core: wall
 clock, CPU time and peak memory as the kernel counts them. With --repeat the fastest run counts. The workload is
-imported beforehand. Contents are checked in all runs (`kv.check` is `on`).
+imported beforehand, which also leaves the bytecode that an installation has. Contents are checked in all runs
+(`kv.check` is `on`).
 """
 
 import argparse
@@ -47,6 +48,7 @@ def measured(command: Sequence[str], core: int) -> Cost:
     process = subprocess.Popen(
         command,
         cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         preexec_fn=lambda: os.sched_setaffinity(0, {core}),

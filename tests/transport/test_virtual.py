@@ -1,5 +1,8 @@
 """Deadlines of a state machine, and the driver that runs one in virtual time."""
 
+import gc
+import weakref
+
 import pytest
 
 from kvreplay.sim.bus import Bus
@@ -42,6 +45,23 @@ class TestDeadlines:
         deadlines.at(10, again, 2)
         deadlines.fire(10)
         assert log == [2, 1, 0]
+
+    def test_one_that_has_passed_keeps_nothing_alive(self) -> None:
+        """Not even in a circle: what it was about may know its deadlines."""
+        deadlines = Deadlines()
+
+        class Copy:
+            def __init__(self) -> None:
+                self.deadline = deadlines.at(10, lambda copy, now_ns: None, self)
+
+        copy = weakref.ref(Copy())
+        assert copy() is not None
+        gc.disable()
+        try:
+            deadlines.fire(10)
+            assert copy() is None
+        finally:
+            gc.enable()
 
 
 class Echo:
