@@ -149,9 +149,10 @@ ENGINE: Final = (
         "block_estimates",
         "single_type_kv_cache_manager.py get_num_blocks_to_allocate; scheduler.py: reserved blocks of loads",
         {
-            "short": "null blocks count as held against a window's cap, and a loaded state's block not at all: "
-            "loads that were let in cannot go on, or the pool runs dry within schedule()",
-            "exact": "what a request will need is counted",
+            "short": "null blocks count as held against a window's cap, a loaded state's block not at all, and what "
+            "a load's own request needs behind it only with scheduler_reserve_full_isl: loads that were let in cannot "
+            "go on, or the pool runs dry within schedule()",
+            "exact": "what a request will need is counted, also behind what it loads",
         },
         v0_33="short",
         ideal="exact",

@@ -83,7 +83,7 @@ class FullAttentionCacheManager(KVCacheManager):
         have = held + len(found)
         if wanted.full_sequence_must_fit:
             needed = max(cdiv(min(wanted.num_tokens, self.max_model_len), block_size) - have, 0)
-            if needed + leaving > pool.num_free:
+            if needed + leaving > pool.num_free - wanted.reserved_beside:
                 return None
         computed = wanted.num_computed_tokens + wanted.num_local_tokens + wanted.num_external_tokens
         end = computed + wanted.num_new_tokens + wanted.num_lookahead_tokens

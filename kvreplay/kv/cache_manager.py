@@ -56,6 +56,8 @@ class Slots(NamedTuple):
     num_lookahead_tokens: int = 0
     num_in_flight_tokens: int = 0
     full_sequence_must_fit: bool = False
+    reserved_beside: int = 0
+    """Blocks that the whole sequence must fit beside."""
     apply_watermark: bool = False
     reserved_blocks: int = 0
     """Free blocks that are not for it."""
@@ -323,6 +325,11 @@ class KVCacheManager:
             return False
         return all(bool(lookup.find(keys[index : index + 1])[0][0]) for lookup in self.lookup.joint)
 
+    def num_blocks_held_alone(self, request_id: str) -> int:
+        """Blocks that nobody else has a reference to."""
+        tables = self.block_arrays(request_id)
+        return sum(int(np.count_nonzero(self.pool.ref_counts[ids[ids != NULL_BLOCK_ID]] == 1)) for ids in tables)
+
     def num_blocks_held(self, request_id: str) -> int:
         return sum(int(np.count_nonzero(ids)) for ids in self.block_arrays(request_id))
 
@@ -341,7 +348,7 @@ class KVCacheManager:
         if wanted.full_sequence_must_fit:
             whole = min(wanted.num_tokens, self.max_model_len)
             needed = self._blocks_to_allocate(request_id, found, Need(whole, total, local, whole, apply_cap=True))
-            if needed + watermark > self.pool.num_free:
+            if needed + watermark > self.pool.num_free - wanted.reserved_beside:
                 return None
         main_tokens = total + wanted.num_new_tokens
         need_slot = min(main_tokens + wanted.num_lookahead_tokens, self.max_model_len)

@@ -86,7 +86,7 @@ class UniformAttentionCacheManager(KVCacheManager):
         if wanted.full_sequence_must_fit:
             whole = min(wanted.num_tokens, self.max_model_len)
             needed = self._needed(request_id, found, Need(whole, total, local, whole, apply_cap=True))
-            if needed + watermark > pool.num_free:
+            if needed + watermark > pool.num_free - wanted.reserved_beside:
                 return None
         end = min(total + wanted.num_new_tokens + wanted.num_lookahead_tokens, self.max_model_len)
         self.remove_skipped_blocks(request_id, max(0, total - wanted.num_in_flight_tokens))

@@ -233,3 +233,27 @@ def test_nobody_polls_for_a_lookup_that_is_asked_in_vain() -> None:
     assert [(event.request_id, event.cause) for event in played.of("request.stalled")] == [("b", "an undecided lookup")]
     ends = {event.request_id: event.step or 0 for event in played.of("request.finished")}
     assert 0 < ends["late"] < 1_000
+
+
+def test_nor_for_its_own_stores_to_end() -> None:
+    """One that has been preempted is not let in again before what it stores is out."""
+    played = play(
+        offloading(),
+        workload(request("a", 0, prompt_tokens=16, output_tokens=4)),
+        "offload.ack-late:request=a,delay=40s",
+        "scheduler.preempt:request=a,at=request.first_token",
+        "offload.not-ready-hit:nth=9",  # lookups are watched: how often they are asked could matter
+    )
+    (end,) = played.of("request.finished")
+    assert end.time_ns > 40 * NS_PER_S
+    assert 0 < (end.step or 0) < 100
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_nor_where_prefills_keep_their_distance(interval: int) -> None:
+    """While nobody runs there is nothing to keep it from."""
+    config = offloading(scheduler={"prefill_schedule_interval": interval})
+    played = play(config, there_and_back(b_ms=1500), "offload.load-slow:request=b,delay=40s")
+    ends = {event.request_id: event for event in played.of("request.finished")}
+    assert ends["b"].time_ns > 40 * NS_PER_S
+    assert 0 < (ends["b"].step or 0) < 100

@@ -206,6 +206,7 @@ class OffloadingScheduler:
         state.rewind()
         self._unsettled.pop(request.request_id, None)
         if state.jobs and self._defers_readmission:
+            state.is_settled, state.has_found = True, False  # until its copies are over
             return None, False
         state.notice_keys()
         state.num_local_tokens = num_computed_tokens

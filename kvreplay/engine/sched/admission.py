@@ -63,7 +63,7 @@ class AdmissionLayer(RunningLayer):
         while self._budget_left(out) > 0 and len(self.running) < self.max_num_active:
             queue = self._next_queue(scans_holding=scans_holding)
             if not queue:
-                if may_settle:
+                if may_settle and self._steps_are_alike:
                     self._scan = Scan.EXHAUSTED
                 elif self._is_in_vain(out):
                     self._scan = Scan.IN_VAIN
@@ -79,7 +79,7 @@ class AdmissionLayer(RunningLayer):
             if share is _Head.NOT_NOW:
                 break
             if share is _Head.STOP:
-                if may_settle:
+                if may_settle and self._steps_are_alike:
                     self._scan = Scan.BLOCKED
                 elif self._is_in_vain(out) and self._is_asked_in_vain(request):
                     self._scan = Scan.IN_VAIN
@@ -113,7 +113,7 @@ class AdmissionLayer(RunningLayer):
         """Whether this scan has changed nothing, nor would the next one get other answers of those it has passed."""
         if not self._may_ask_in_vain or self._in_flight is not None:
             return False
-        return not (self._asks_hopefully or out.shares or out.made_progress)
+        return self._steps_are_alike and not (self._asks_hopefully or out.shares or out.made_progress)
 
     def _is_asked_in_vain(self, request: Request) -> bool:
         assert self.connector is not None
@@ -334,29 +334,40 @@ class AdmissionLayer(RunningLayer):
         )
 
     def _allocate_admission(self, admission: _Admission) -> tuple[BlockIds, ...] | None:
+        """Blocks for what is computed now, or loaded.
+
+        With exact estimates a request is let into a load where it can go on after it, at the latest when those that run
+        are over. Else it may hold what it has loaded, wait for a block more, and keep those behind it from running.
+        """
         request, hit = admission.request, admission.hit
         loaded: frozenset[int] = frozenset()
         if admission.is_async and self.kv.has_mamba and not self.zeroes_loads:
             loaded = (
                 frozenset(range(len(self.kv.groups))) if self._loads_every_group(request) else self._cacheable_groups
             )
-        new_blocks = self.kv.allocate_slots(
-            request.request_id,
-            Slots(
-                num_computed_tokens=request.num_computed_tokens,
-                num_tokens=request.num_tokens,
-                num_new_tokens=max(admission.num_tokens - admission.num_replay, 0),
-                hit=hit,
-                num_local_tokens=admission.num_local,
-                num_external_tokens=admission.num_external,
-                num_lookahead_tokens=0 if admission.is_async else self._num_lookahead_tokens,
-                num_in_flight_tokens=request.num_in_flight_tokens,
-                full_sequence_must_fit=self.config.scheduler_reserve_full_isl,
-                apply_watermark=bool(self.running),
-                reserved_blocks=self._reserved_blocks() + self._step_blocks if admission.is_async else 0,
-                loaded_groups=loaded,
-            ),
+        reserved = self._reserved_blocks() + self._step_blocks if admission.is_async else 0
+        must_go_on = admission.is_async and self.rules.exact_estimates
+        wanted = Slots(
+            num_computed_tokens=request.num_computed_tokens,
+            num_tokens=request.num_tokens,
+            num_new_tokens=max(admission.num_tokens - admission.num_replay, 0),
+            hit=hit,
+            num_local_tokens=admission.num_local,
+            num_external_tokens=admission.num_external,
+            num_lookahead_tokens=0 if admission.is_async else self._num_lookahead_tokens,
+            num_in_flight_tokens=request.num_in_flight_tokens,
+            full_sequence_must_fit=self.config.scheduler_reserve_full_isl or must_go_on,
+            reserved_beside=reserved if must_go_on else 0,
+            apply_watermark=bool(self.running),
+            reserved_blocks=reserved,
+            loaded_groups=loaded,
         )
+        new_blocks = self.kv.allocate_slots(request.request_id, wanted)
+        if new_blocks is None and must_go_on and self.running:
+            beside = reserved - self._blocks_to_come()
+            if self.config.scheduler_reserve_full_isl:
+                beside = max(beside, 0)
+            new_blocks = self.kv.allocate_slots(request.request_id, wanted._replace(reserved_beside=beside))
         if new_blocks is not None:
             self._note_allocated(request, new_blocks)
         elif hit is not None and self._may_settle and not admission.num_external:
@@ -377,6 +388,10 @@ class AdmissionLayer(RunningLayer):
             )
             for request in self.inflight_prefills.values()
         )
+
+    def _blocks_to_come(self) -> int:
+        """Blocks that are free once those that run are over, or have been preempted. Not those that several hold."""
+        return sum(self.kv.num_blocks_held_alone(request_id) for request_id in self.running)
 
     def _park(self, request: Request, computed: int, num_external: int) -> None:
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS

@@ -88,7 +88,9 @@ class LockstepLayer(SchedulerState):
         """Whether a queued request waits for a connector that may answer otherwise the next time it is asked."""
         if self._scan is Scan.IN_VAIN and not self._lookups_may_differ:
             return False
-        return self._asks_again and self.num_waiting > 0 and len(self.running) < self.max_num_active
+        if not self._asks_again and self._steps_are_alike:
+            return False
+        return self.num_waiting > 0 and len(self.running) < self.max_num_active
 
     @property
     def _scan_is_futile(self) -> bool:

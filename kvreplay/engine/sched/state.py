@@ -171,10 +171,10 @@ class SchedulerState:
         """Requests in `kv_holding_waiting` that are not parked: their load is over, and they did not fit yet."""
         self._lookup_version = -1
         is_pure = connector is None or connector.lookup_is_pure
-        self._asks_again = not is_pure or config.prefill_schedule_interval != 1
+        self._asks_again = not is_pure
         # What a scan passes over may fit another step's drafts.
         self._may_settle = not self._asks_again and not self._is_async and speculation is None
-        self._may_ask_in_vain = not is_pure and config.prefill_schedule_interval == 1
+        self._may_ask_in_vain = not is_pure
         self._asks_hopefully = False
         """In this scan some lookup stayed undecided that may be decided the next time."""
         self._explicit: dict[str, Request] = {}
@@ -291,6 +291,11 @@ class SchedulerState:
 
     def _note_left_behind(self, request_id: str, group: int, block_ids: BlockIds) -> None:
         self.log.blocks("block.freed", request_id, group, block_ids, "window")
+
+    @property
+    def _steps_are_alike(self) -> bool:
+        """Whether who waits may come in at any step: prefills keep their distance only from those that run."""
+        return self.config.prefill_schedule_interval == 1 or not self.running
 
     def _blocks_changed(self) -> None:
         """Blocks were given back or got a hash: who did not fit may fit now."""
