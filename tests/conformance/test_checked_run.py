@@ -19,7 +19,7 @@ HAZARDS = {
     "CONTENT": [80, 81, 82],
     "NULL-BLOCK": [31, 32],
     "AGREE": [86, 87],
-    "PROGRESS": [39, 85, 88, 211, 212, 213, 214],
+    "PROGRESS": [39, 85, 88, 211, 212, 213, 214, 215],
     "NO-FATAL": [43, 44, 45, 54, 147, 201, 210],
 }
 """What the vectors were made to show."""

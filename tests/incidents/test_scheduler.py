@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvreplay.behaviour import Behaviour, profile
+from kvreplay.behaviour import profile
 from kvreplay.conformance.checked_run import CheckedDriver
 from kvreplay.conformance.workload import read_workload
 from tests.incidents.scripted import Outcome, engine, load, request
@@ -194,6 +194,7 @@ SINGLE_SWITCHES = [
     ("block_estimates=short", "210_hazard_mamba_sync_load_exact_pool", {"NO-FATAL"}),
     ("block_estimates=short", "213_hazard_async_loads_deadlock_swa", {"PROGRESS"}),
     ("block_estimates=short", "214_hazard_async_loads_deadlock_chunked", {"PROGRESS"}),
+    ("block_estimates=short", "215_hazard_loads_without_reserve", {"PROGRESS"}),
     ("whole_prompt_load=go_back", "r002_mamba", {"CONTENT"}),
     ("chunked_local_hits=unseen", "121_chunked_local_unaligned", {"NULL-BLOCK"}),
     ("reset_while_loading=raise", "201_hazard_reset_running_parked_load", {"NO-FATAL"}),
@@ -219,55 +220,10 @@ def test_one_switch_on_top_of_ideal_breaks_its_law_and_no_other(switch: str, nam
         ("dropped_samples=roll_back", "87_hazard_async_sched_sync_invalid_1tok"),
         ("dropped_samples=roll_back", "211_hazard_async_sched_sync_invalid_stuck"),
         ("block_estimates=exact", "213_hazard_async_loads_deadlock_swa"),
+        ("block_estimates=exact", "215_hazard_loads_without_reserve"),
     ],
 )
 def test_one_switch_mends_what_0_33_breaks(switch: str, name: str) -> None:
     document = json.loads((VECTORS / f"{name}.json").read_text())["workload"]
     assert CheckedDriver(read_workload(document), profile("vllm-0.33")).check()
     assert CheckedDriver(read_workload(document), profile("vllm-0.33").with_switch(switch)).check() == []
-
-
-BEHIND_ONE_THAT_CANNOT_GO_ON = {
-    "name": "loads_without_reserve",
-    "engine": {
-        "block_size": 4,
-        "num_gpu_blocks": 14,
-        "max_num_batched_tokens": 32,
-        "max_num_seqs": 8,
-        "max_model_len": 44,
-        "policy": "priority",
-        "scheduler_reserve_full_isl": False,
-    },
-    "requests": [
-        {
-            "id": "a",
-            "prompt": {"ramp": [1, 20]},
-            "max_tokens": 3,
-            "arrive": 0,
-            "priority": 5,
-            "external": {"tokens": 16, "async": True},
-            "load": {"recv_after": 6},
-        },
-        {
-            "id": "b",
-            "prompt": {"ramp": [300, 40]},
-            "max_tokens": 3,
-            "arrive": 1,
-            "priority": 0,
-            "external": {"tokens": 32, "async": True},
-            "load": {"recv_after": 2},
-        },
-    ],
-}
-"""13 blocks: `a` loads 4 of its 5, and `b`, which is more urgent, 8 of its 10. There is one more for `a`, but `b` is in
-front of it and needs two."""
-
-
-@pytest.mark.parametrize(
-    ("behaviour", "stalled"),
-    [(profile("vllm-0.33"), 2), (profile("vllm-0.33").with_switch("block_estimates=exact"), 0), (profile("ideal"), 0)],
-    ids=["vllm-0.33", "block_estimates=exact", "ideal"],
-)
-def test_a_load_is_let_in_where_its_request_can_go_on(behaviour: Behaviour, stalled: int) -> None:
-    findings = CheckedDriver(read_workload(BEHIND_ONE_THAT_CANNOT_GO_ON), behaviour).check()
-    assert [finding.checker for finding in findings] == ["PROGRESS"] * stalled
