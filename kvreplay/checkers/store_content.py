@@ -39,7 +39,7 @@ class StoreContent:
         groups, whose keys reach further than their blocks, are not looked at.
         """
         block_ids = job.gpu.block_ids
-        if len(block_ids) == 1 and self._is_own(block_ids.item(), job.gpu.group_sizes, keys):
+        if len(keys) == 1 == len(block_ids) and self._is_own(block_ids.item(), job.gpu.group_sizes, keys):
             return ()
         return self._look_closer(job, keys, content)
 

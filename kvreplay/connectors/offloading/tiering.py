@@ -238,7 +238,7 @@ class TieringOffloadingManager:
         return plan
 
     def prepare_each(self, keys: Keys, context: RequestContext) -> ChunkIds | None:
-        return None
+        return None  # with each offer tiers are polled, which may make room
 
     def complete_store(self, keys: Keys, context: RequestContext, *, success: bool = True) -> None:
         self.primary.complete_store(keys, context, success=success)
