@@ -132,6 +132,16 @@ class EngineLog:
         )  # fmt: skip
         return self.sink.emit(_new_event(Event, fields))
 
+    def store(self, kind: str, request_id: str | None, transfer_id: str, num_blocks: int, cause: str | None) -> None:
+        """A copy out of the GPU's pool begins or ends."""
+        # As above: there are several to a request.
+        fields = (
+            kind, self.now_ns, self.instance, self.step, request_id, transfer_id,
+            None, None, None, None, None, num_blocks, None, cause,
+            None, None, None, None, None, None, None, None,
+        )  # fmt: skip
+        self.sink.emit(_new_event(Event, fields))
+
     # -- the instance -----------------------------------------------------------------------------------------
 
     def crashed(self, exception: str, message: str) -> int:

@@ -8,7 +8,7 @@ from kvreplay.connectors.simple_cpu.config import SimpleCpuConfig
 from kvreplay.connectors.simple_cpu.scheduler import SimpleCpuScheduler
 from kvreplay.connectors.simple_cpu.structs import CopyEvent, FoundBlocks
 from kvreplay.connectors.simple_cpu.workers import SimpleCpuWorkers
-from kvreplay.events import TIER_GAUGES, Event
+from kvreplay.events import TIER_GAUGES
 from kvreplay.kv.memory import KVMemory
 from kvreplay.kv.specs import rank_block_bytes
 from kvreplay.replay.tier_owner import TierOwner
@@ -97,12 +97,8 @@ class SimpleCpu:
 
     def _emit(self, kind: str, event: CopyEvent, cause: str | None) -> None:
         """A step stores for all of its requests at once: named is who is alone."""
-        log = self._log
         request_id = event.req_ids[0] if len(event.req_ids) == 1 else None
-        name = f"store {event.number}"
-        log.sink.emit(
-            Event(kind, log.now_ns, log.instance, log.step, request_id, name, num_blocks=len(event.pairs), cause=cause)
-        )
+        self._log.store(kind, request_id, f"store {event.number}", len(event.pairs), cause)
 
     def usage(self) -> dict[str, int]:
         """Gauges and counters, by the names of an offloading connector's."""

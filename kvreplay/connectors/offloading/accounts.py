@@ -1,7 +1,6 @@
 """What a connector has done, for the report: a row per store, and counters and gauges for the samples of usage."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final
 
 from kvreplay.connectors.offloading.cpu_manager import CPUOffloadingManager
 from kvreplay.connectors.offloading.storage_tier import StorageTier
@@ -9,9 +8,6 @@ from kvreplay.connectors.offloading.structs import TransferJob
 from kvreplay.connectors.offloading.worker import LOADS, STORES, SYNC_LOADS
 from kvreplay.connectors.offloading.workers import OffloadingWorkers
 from kvreplay.engine.log import EngineLog
-from kvreplay.events import Event
-
-_new_event: Final = tuple.__new__
 
 
 class OffloadAccounts:
@@ -43,13 +39,7 @@ class OffloadAccounts:
         self._emit(kind, job_id, req_id, num_blocks, failure)
 
     def _emit(self, kind: str, job_id: int, req_id: str, num_blocks: int, cause: str | None) -> None:
-        log = self._log
-        # By position, and not by a call of the class: twice a job, a third of the time.
-        fields = (
-            kind, log.now_ns, log.instance, log.step, req_id, f"job {job_id}", None, None, None, None, None, num_blocks,
-            None, cause, None, None, None, None, None, None, None, None,
-        )  # fmt: skip
-        log.sink.emit(_new_event(Event, fields))
+        self._log.store(kind, req_id, f"job {job_id}", num_blocks, cause)
 
     # -- samples ----------------------------------------------------------------------------------------------
 

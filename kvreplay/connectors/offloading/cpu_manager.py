@@ -241,13 +241,13 @@ class CPUOffloadingManager:
         assert not access.finished, f"{context.req_id}: new keys after its end"
         self.policy.on_request_access(keys, NOWHERE, context)
         if missing <= 0:
-            chunk_ids: ChunkIds | None = chunks.allocate(keys)
+            chunk_ids = chunks.allocate(keys)
         else:
-            chunk_ids = self.policy.evict(missing, NO_CHUNKS)
-            assert chunk_ids is not None
-            chunks.replace_each(chunk_ids, keys)
+            victims = self.policy.evict(missing, NO_CHUNKS)
+            assert victims is not None
+            chunk_ids = victims
+            chunks.replace_each(victims, keys)
             self.num_evicted += missing
-        assert chunk_ids is not None
         self.policy.insert(keys, chunk_ids, context)
         return chunk_ids
 

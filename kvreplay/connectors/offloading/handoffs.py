@@ -12,7 +12,6 @@ import numpy as np
 
 from kvreplay.connectors.offloading.arrays import ChunkIds, Keys
 from kvreplay.connectors.offloading.behaviour import OffloadBehaviour
-from kvreplay.connectors.offloading.keys import KeySpace
 from kvreplay.connectors.offloading.layout import OffloadLayout
 from kvreplay.connectors.offloading.manager import OffloadingManager
 from kvreplay.connectors.offloading.request_state import RequestState
@@ -38,14 +37,12 @@ class HandoffStores:
         layout: OffloadLayout,
         manager: OffloadingManager,
         stores: StoreBuilder,
-        space: KeySpace,
         behaviour: OffloadBehaviour,
         on_allocation_failure: Callable[[str], None],
     ) -> None:
         self._layout = layout
         self._manager = manager
         self._stores = stores
-        self._space = space
         self._skips_beyond_cap = behaviour.partial_tail_cap == "skip"
         self._on_allocation_failure = on_allocation_failure
         self._nothing = [0] * len(layout.groups)

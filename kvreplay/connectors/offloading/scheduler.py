@@ -111,7 +111,7 @@ class OffloadingScheduler:
             layout, manager, self.ledger, space, behaviour, self._note_allocation_failure, self._mirrored
         )
         self._loads = LoadBuilder(layout, manager, self.ledger, behaviour)
-        self._handoffs = HandoffStores(layout, manager, self.stores, space, behaviour, self._note_allocation_failure)
+        self._handoffs = HandoffStores(layout, manager, self.stores, behaviour, self._note_allocation_failure)
         self._space = space
         self._max_loadable = max_loadable
         self._defers_readmission = behaviour.readmission == "defer"

@@ -111,7 +111,7 @@ class AdmissionLayer(RunningLayer):
 
     def _is_in_vain(self, out: SchedulerOutput) -> bool:
         """Whether this scan has changed nothing, nor would the next one get other answers of those it has passed."""
-        if not self._may_ask_in_vain or self._in_flight is not None:
+        if not self._asks_again or self._in_flight is not None:
             return False
         return self._steps_are_alike and not (self._asks_hopefully or out.shares or out.made_progress)
 

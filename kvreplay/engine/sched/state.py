@@ -170,11 +170,9 @@ class SchedulerState:
         self._ready_holding: dict[str, None] = {}
         """Requests in `kv_holding_waiting` that are not parked: their load is over, and they did not fit yet."""
         self._lookup_version = -1
-        is_pure = connector is None or connector.lookup_is_pure
-        self._asks_again = not is_pure
+        self._asks_again = connector is not None and not connector.lookup_is_pure
         # What a scan passes over may fit another step's drafts.
         self._may_settle = not self._asks_again and not self._is_async and speculation is None
-        self._may_ask_in_vain = not is_pure
         self._asks_hopefully = False
         """In this scan some lookup stayed undecided that may be decided the next time."""
         self._explicit: dict[str, Request] = {}
