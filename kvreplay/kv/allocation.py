@@ -22,7 +22,8 @@ def lazy_zeros(count: int) -> NDArray[np.int32]: ...
 def lazy_zeros(count: int, dtype: np.dtype[Item]) -> NDArray[Item]: ...
 def lazy_zeros(count: int, dtype: np.dtype[Any] = np.dtype(np.int32)) -> NDArray[Any]:  # noqa: B008 - a constant
     """Zeros in small pages of the operating system: a cell per key of the whole workload is cheap. (numpy asks for
-    huge pages, of which a few keys touch nearly all.)"""
+    huge pages, of which a few keys touch nearly all. And a virtual machine may have given huge pages back to its host:
+    there, touching one takes milliseconds, many times what its small pages take.)"""
     count = max(count, 1)
     if sys.platform == "win32":
         return np.zeros(count, dtype)
@@ -38,6 +39,7 @@ def words_and_tensor(num_blocks: int, num_words: int) -> "tuple[WordArray, Tenso
     import torch
 
     torch.set_num_threads(1)
-    # numpy's zeros are lazy; torch would touch them all.
-    words: WordArray = np.zeros((num_blocks, num_words), np.uint64)
+    # torch would touch them all.
+    words: WordArray = lazy_zeros(num_blocks * num_words, np.dtype(np.uint64))[: num_blocks * num_words]
+    words = words.reshape(num_blocks, num_words)
     return words, torch.from_numpy(words.view(np.int64))

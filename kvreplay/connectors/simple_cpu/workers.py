@@ -16,6 +16,7 @@ import numpy as np
 from kvreplay.connectors.simple_cpu.config import SimpleCpuConfig
 from kvreplay.connectors.simple_cpu.structs import CopyEvent, SimpleCpuMetadata, SimpleCpuOutput
 from kvreplay.ids import NS_PER_S, nanoseconds
+from kvreplay.kv.allocation import words_and_tensor
 from kvreplay.kv.content import WordArray
 from kvreplay.kv.memory import History, KVMemory
 from kvreplay.sim.bus import Bus
@@ -88,7 +89,9 @@ class _Rank:
         self._on_report = on_report
         self._address = address
         self._num_words = num_words
-        self._words: WordArray = np.zeros((num_blocks, max(num_words)), np.uint64)
+        self._words: WordArray = np.zeros((num_blocks, 0), np.uint64)
+        if max(num_words):
+            self._words, _ = words_and_tensor(num_blocks, max(num_words))
         self._wrong: dict[int, History] = {}
         """CPU blocks that are known to hold wrong words."""
         bus.serve(address, lambda envelope: Answer(payload=envelope.payload.raises))
